@@ -102,8 +102,9 @@ class CheckpointConfig:
     well, training waits up to 10 s once, and captures then.
 
     A processor is free if the node's ranks (``LOCAL_WORLD_SIZE``; without it, all ranks of the job) are fewer than the
-    processors that they may use. If none is, give them more; or say ``mover="agent"`` (one process folds for all of
-    them) or ``fold`` (each has one of its own), which take from training."""
+    processors that they may use; where a launcher has bound ranks to processors of their own, only ranks that may use
+    the same ones are counted together. If none is, give them more; or say ``mover="agent"`` (one process folds for all
+    of them) or ``fold`` (each has one of its own), which take from training."""
     audit_every: int = 4
     """Of the folded bases that are due by the cadence, the first one and each n-th one after it is compared with what
     training had, by a checksum of each tensor that is taken at the end of that iteration (0: none is). If they differ,

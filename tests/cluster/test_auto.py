@@ -41,7 +41,8 @@ spawn = launch._spawn
 
 @pytest.fixture
 def processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.runtime.front.processors", lambda: 4)
+    monkeypatch.setattr("tiercheck.runtime.front.bound_to", lambda: frozenset(range(4)))
+    monkeypatch.setattr("tiercheck.runtime.front.quota", lambda: None)
 
 
 @pytest.fixture

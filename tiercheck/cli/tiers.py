@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
-from tiercheck.diagnostics.fit import FOLDS, JobSize, fit
+from tiercheck.diagnostics.fit import JobSize, fit, why_captured
 from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
 from tiercheck.opening.room import rooms_text
@@ -79,7 +79,10 @@ def doctor(
     nodes: Annotated[int, typer.Option(help="Its nodes.", min=1)] = 1,
     gradient_bytes: Annotated[int, typer.Option(help="Of a parameter's gradient.", min=1)] = 4,
     base_every: Annotated[int, typer.Option(help="Versions between its bases.", min=1)] = CheckpointConfig.base_every,
-    folds: Annotated[bool, typer.Option("--folds/--captures", help="Whether its bases are folded.")] = FOLDS,
+    folds: Annotated[
+        bool | None,
+        typer.Option("--folds/--captures", help="Whether its bases are folded; else as by default on this machine."),
+    ] = None,
     as_json: JSON = False,
 ) -> None:
     """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
@@ -106,9 +109,12 @@ def doctor(
         objects = [diagnosis.to_object() for diagnosis in diagnoses]
         for found, room in zip(objects, rooms, strict=False):
             found["holds"] = {"least": room.least_nbytes, "usual": room.usual_nbytes, "ranks": room.ranks}
+            found["captures"] = why_captured(job, diagnoses)
         typer.echo(json.dumps(objects))
     elif rooms:
         console.print(Text(rooms_text(rooms)))
+        why = why_captured(job, diagnoses)
+        console.print(Text(f"bases are taken for {f'captured: {why}' if why else 'folded'}"))
     for room in (full := [each for each in rooms if not each.holds_least]):
         console.print(Text(f"{room.url} has no room for the least that it must hold", style="red"))
     if full or not all(diagnosis.healthy for diagnosis in diagnoses):

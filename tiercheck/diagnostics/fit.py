@@ -8,34 +8,48 @@ from dataclasses import dataclass
 from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis
 from tiercheck.errors import ConfigurationError
+from tiercheck.opening.folding import NOT_SHARED, opens_elsewhere
 from tiercheck.opening.room import TierRoom, first_room, room_behind
 from tiercheck.policy.first_tier import Sizes, holding
-from tiercheck.policy.folding import FOLD_EVERY
+from tiercheck.policy.folding import FOLD_EVERY, no_processor_to_fold
 from tiercheck.policy.observation import Role
 from tiercheck.policy.other_tiers import tier_need
 from tiercheck.policy.policies import Everywhere, kept_by
+from tiercheck.runtime.processors import processors
 from tiercheck.tiers.registry import TierURL
 from tiercheck.types import Survives
 
-__all__ = ["FOLDS", "JobSize", "fit"]
+__all__ = ["JobSize", "fit", "why_captured"]
 
 BASE_NBYTES = 12
 """Bytes of a base for each trained parameter: a master and Adam's two moments, in fp32."""
-FOLDS = CheckpointConfig.bases != "capture"
-"""Of a job with the defaults, if nothing stands in the way."""
 
 
 @dataclass(frozen=True)
 class JobSize:
     """The size of a job. ``parameters``: how many one rank trains. ``ranks``: how many run on each of ``nodes`` nodes.
-    ``gradient_nbytes``: what a differential takes for each parameter. ``folds``: whether bases are folded."""
+    ``gradient_nbytes``: what a differential takes for each parameter. ``folds``: whether bases are folded; ``None``: as
+    ``bases="auto"``, the default, decides on this machine (:func:`why_captured`)."""
 
     parameters: int
     ranks: int = 1
     nodes: int = 1
     gradient_nbytes: int = 4
     base_every: int = CheckpointConfig.base_every
-    folds: bool = FOLDS
+    folds: bool | None = None
+
+
+def why_captured(job: JobSize, found: Sequence[Diagnosis]) -> str:
+    """Why the job would capture its bases; empty if it folds them. What ``bases="auto"`` asks of tiers and processors
+    is asked here; the optimizer and the codec are taken for the defaults."""
+    if job.folds is not None:
+        return "" if job.folds else "as asked for"
+    if any(TierURL.parse(each.url).scheme == "peer" for each in found):
+        return ""  # the node's agent folds
+    first = found[0].capabilities
+    if first is None or not opens_elsewhere(first.survives):
+        return NOT_SHARED
+    return no_processor_to_fold(processors(), job.ranks)
 
 
 def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
@@ -57,7 +71,7 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
         sizes,
         interval=job.base_every,
         batch=batch,
-        fold_every=min(FOLD_EVERY, job.base_every) if job.folds and commits else 0,
+        fold_every=min(FOLD_EVERY, job.base_every) if commits and not why_captured(job, found) else 0,
         each_commits=commits,
         room_nbytes=None if limit is None else limit // job.ranks,
     )

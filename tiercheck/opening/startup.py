@@ -37,7 +37,7 @@ from tiercheck.opening.announcement import (
     turned,
 )
 from tiercheck.opening.constants import brought
-from tiercheck.opening.folding import foldable, settle_folding
+from tiercheck.opening.folding import foldable, opens_elsewhere, settle_folding, tell_folding
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
@@ -177,14 +177,16 @@ class _Startup:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
         state, told = await ranks.exchange("looking at what is to be saved", self.look)
-        refuse_different([asked for _, asked, _ in told])
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _ in told).encode()))
-        sizes = [Sizes(*each) for _, _, each in told]
+        refuse_different([asked for _, asked, _, _ in told])
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _, _ in told).encode()))
+        sizes = [Sizes(*each) for _, _, each, _ in told]
+        bound = [each for _, _, _, each in told]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
-        opened = await ranks.together(
-            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes)
+        opened, reasons = await ranks.exchange(
+            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes, bound)
         )
+        tell_folding(ranks.rank, reasons)
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
@@ -238,19 +240,22 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...]]]:
+    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...], list[int]]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
-        this one holds, and what it asks for."""
+        this one holds, what it asks for, and which processors it is bound to."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
             self.trained.folding(certified=False)
-        return _State(stream, given), (self.trained.layout(), str(self.request), astuple(sizes_of(stream)))
+        told = self.trained.layout(), str(self.request), astuple(sizes_of(stream)), sorted(self.runtime.processors)
+        return _State(stream, given), told
 
-    def folding(self, agent: NodeAgent | None, *, apart: bool) -> tuple[FoldShards | None, str]:
+    def folding(
+        self, agent: NodeAgent | None, bound: Sequence[Sequence[int]], *, apart: bool
+    ) -> tuple[FoldShards | None, str]:
         """As of :func:`settle_folding`."""
-        has_agent = agent is not None
-        return settle_folding(self.trained, self.config, self.ranks, self.runtime, has_agent=has_agent, apart=apart)
+        rank, has_agent = self.ranks.rank, agent is not None
+        return settle_folding(self.trained, self.config, rank, bound, self.runtime, has_agent=has_agent, apart=apart)
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
@@ -300,9 +305,11 @@ class _Startup:
         nodes: Sequence[Any],
         sharing: int,
         sizes: Sequence[Sizes],
-    ) -> _OpenTiers:
+        bound: Sequence[Sequence[int]],
+    ) -> tuple[_OpenTiers, str]:
         """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier.
-        ``sizes``: of every rank."""
+        ``sizes``, ``bound``: of every rank, and the processors that it may use. Returns the tiers, and what the other
+        ranks are told: why bases are not folded."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
             endpoints = [schema.read(RankEndpoint, each) for each in nodes]
@@ -317,9 +324,10 @@ class _Startup:
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         self.policies.check(placed, tiers)
         policies = self.policies
-        shown = placed.tiers[0].wrap is None and tiers.first.capabilities.survives >= Survives.PROCESS
+        wrapped = placed.tiers[0].wrap is not None
+        shown = opens_elsewhere(tiers.first.capabilities.survives, wrapped=wrapped)
         apart = agent is not None or (shown and self.fold_process is not None)
-        folds, not_folded = self.folding(agent, apart=apart)
+        folds, not_folded = self.folding(agent, bound, apart=apart)
         if folds is not None:
             policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
@@ -338,7 +346,8 @@ class _Startup:
             demand.check(usage.limit_bytes, config, policies.cadence, tier=url, foldable=could_fold)
         rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
         check_rooms(rooms, config)
-        return _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
+        opened = _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
+        return opened, not_folded
 
     async def begin(
         self, state: _State, opened: _OpenTiers, start: _Start, restored: Restored

@@ -53,9 +53,9 @@ def no_processor_to_fold(processors: int, ranks: int) -> str:
     if processors > ranks:
         return ""
     return (
-        f"no processor is free for folds: this node's ranks are {ranks}, and the processors that they may use "
-        f'{processors}; to fold all the same, give them more, or say mover="agent" (one process folds for all of them) '
-        'or bases="fold" (each has one of its own)'
+        f"no processor is free for folds: this node's ranks that share processors are {ranks}, and the processors "
+        f'that they may use {processors}; to fold all the same, give them more, or say mover="agent" (one process '
+        'folds for all of them) or bases="fold" (each has one of its own)'
     )
 
 

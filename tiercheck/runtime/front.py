@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.runtime.process_lock import ProcessLock
-from tiercheck.runtime.processors import processors
+from tiercheck.runtime.processors import bound_to, quota
 from tiercheck.runtime.runtime import Runtime
 
 __all__ = ["ThreadScheduler", "of_this_process", "run"]
@@ -44,7 +44,8 @@ def of_this_process() -> Runtime:
         environment=os.environ,
         token=lambda: secrets.token_hex(TOKEN_BYTES),
         lock=ProcessLock,
-        processors=processors(),
+        processors=bound_to(),
+        quota=quota(),
     )
 
 

@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""Which processors this process may use, and how many at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["processors"]
+__all__ = ["bound_to", "processors", "quota"]
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 
 
-def processors(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Those that it is bound to, but no more than its control groups (version 2) have time for."""
-    count = len(os.sched_getaffinity(0))
+def bound_to() -> frozenset[int]:
+    """The processors that this process is bound to."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def quota(root: Path = CGROUP, own: Path = OWN) -> int | None:
+    """How many processors its control groups (version 2) have time for; ``None`` if they set no bound."""
+    found: list[int] = []
     with suppress(OSError, ValueError):
         (name,) = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
         group = root / name.strip("/")
@@ -21,7 +27,13 @@ def processors(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> in
             if not each.is_relative_to(root):
                 break
             with suppress(OSError):
-                quota, _, period = (each / "cpu.max").read_text().partition(" ")
-                if quota != "max":
-                    count = min(count, max(1, int(quota) // int(period)))
-    return count
+                time, _, period = (each / "cpu.max").read_text().partition(" ")
+                if time != "max":
+                    found.append(max(1, int(time) // int(period)))
+    return min(found, default=None)
+
+
+def processors(root: Path = CGROUP, own: Path = OWN) -> int:
+    """How many it is bound to, but no more than its control groups have time for."""
+    count, most = len(bound_to()), quota(root, own)
+    return count if most is None else min(count, most)

@@ -81,8 +81,10 @@ class Runtime:
     """Draws a text that no other generation has."""
     lock: Callable[[Sequence[str], int], Lock]
     """Locks tiers (by URL) for one rank, on this node. Errors: ``JobConflict``."""
-    processors: int = 1
-    """How many this process may use."""
+    processors: frozenset[int] = frozenset({0})
+    """Those that this process is bound to."""
+    quota: int | None = None
+    """How many of them its control groups have time for, together with what else is in these groups."""
 
 
 class TaskScheduler:

@@ -81,7 +81,7 @@ def test_each_tier_holds_what_was_said(
         f"nvme://{folder}/far?survives=rack": (Survives.RACK, folder / "far"),
     }
     said = [Diagnosis(url, capabilities=Capabilities(survives)) for url, (survives, _) in tiers.items()]
-    rooms = fit(JobSize(WIDTH**2, gradient_nbytes=gradient_nbytes), said)
+    rooms = fit(JobSize(WIDTH**2, gradient_nbytes=gradient_nbytes, folds=True), said)
     held: Counter[str] = Counter()
 
     def look() -> None:

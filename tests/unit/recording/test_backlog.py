@@ -92,8 +92,8 @@ def test_auto_captures_the_bases_until_what_folds_is_ready(
     """They stay in the first tier, as the folded ones would, and take as many differentials with them."""
     folding = _Startup.folding
 
-    def folding_here(self: _Startup, agent: Any, *, apart: bool) -> Any:
-        return folding(self, agent, apart=True)
+    def folding_here(self: _Startup, agent: Any, bound: Any, *, apart: bool) -> Any:
+        return folding(self, agent, bound, apart=True)
 
     monkeypatch.setattr(_Startup, "folding", folding_here)
     monkeypatch.setattr("tiercheck.opening.folding.no_processor_to_fold", lambda *_: "")
