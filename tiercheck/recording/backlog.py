@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import SaveError, TierError
+from tiercheck.errors import GroupError, SaveError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
@@ -63,8 +63,9 @@ class Backlog:
         self._deadline_s = config.deadline_s
         self._waits_for_folds = config.bases == "fold"
         self._folds = folds
-        self._late_at: int | None = None
-        """How many bases had been folded when one was late: until there are more, training waits for none."""
+        self._late_while = range(0)
+        """While the bases folded so far are so many, one of them was late, and none of a later fold is there: training
+        captures those that are due, and waits for no others."""
         self._left = 0
         """So many may come before the tier is looked at again."""
 
@@ -91,6 +92,11 @@ class Backlog:
         return await self._unfolded() >= self._holding.records_stood_in
 
     @property
+    def folds_late(self) -> bool:
+        """Whether folds take longer than memory takes to fill: a base that is due is captured, and not left to them."""
+        return self._mover.status.folded_bases in self._late_while
+
+    @property
     def _begins_to_fold(self) -> bool:
         """Whether the first fold is to come: until then it may take long."""
         status = self._mover.status
@@ -104,7 +110,8 @@ class Backlog:
 
     async def _look(self, records_max: int) -> tuple[int, int]:
         """How many are there of those that count, and how many there may be."""
-        if self._waits_for_folds and self._begins_to_fold and self._holding is not None:
+        first = self._waits_for_folds and self._begins_to_fold and self._mover.status.has_room  # else it is held back
+        if first and self._holding is not None:
             unfolded = await self._unfolded()
             if unfolded >= self._holding.records_unfolded:
                 return unfolded, self._holding.records_unfolded
@@ -122,10 +129,10 @@ class Backlog:
             while held >= most:
                 status, now = self._mover.status, self._scheduler.time()
                 late = self._is_late(status, now - began)
-                if (late or (self._folds and status.not_folded)) and most == records_max:
+                # All ranks are to have the base that is due: one that comes first takes its place only if it hangs.
+                instead = late and (not status.unfolded_bases or now - began >= deadline_s)
+                if (instead or (self._folds and status.not_folded)) and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
-                    if late:
-                        self._late_at = status.folded_bases
                     room.on(RoomEvent.FOUND)
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
@@ -147,13 +154,15 @@ class Backlog:
         return held, most
 
     def _is_late(self, status: MoverStatus, waited_s: float) -> bool:
-        """Whether the fold that lets differentials go is not waited for any longer: a base is captured instead."""
+        """Whether the fold that lets differentials go has taken so long that bases are captured from here on."""
         if not self._folds or self._waits_for_folds or not status.awaits_base:
             return False
-        if self._late_at == status.folded_bases:
+        if self.folds_late:
             return True
         if late := waited_s >= min(self._deadline_s, FOLD_S_MAX):
-            log.info("a base is captured: none was folded within %.3g s, and memory is full", waited_s)
+            what = "the base that is due is waited for" if status.unfolded_bases else "a base is captured"
+            log.info("%s: none was folded within %.3g s, and memory is full", what, waited_s)
+            self._late_while = range(status.folded_bases, status.folded_bases + status.unfolded_bases + 1)
         return late
 
     async def _held(self, records_max: int) -> int:
@@ -178,6 +187,6 @@ class Backlog:
         what = f"listing what {self._tier} holds"
         try:
             return await self._scheduler.call(shards(), what=what, deadline_s=self._deadline_s)
-        except TierError as error:
+        except (TierError, GroupError) as error:
             log.debug("%s: %s", what, error)
             return None

@@ -366,16 +366,18 @@ class Recorder:
                     self._before_bases()
                 if due:
                     await self._bases.settle_with_others(version)
-                if due and not doubted and await self._bases.left_to_mover(version):
+                folds = not doubted and not self._backlog.folds_late
+                if due and folds and await self._bases.left_to_mover(version):
                     self._saves.failure = None
                     return
                 await self._bases.begin(version)
                 self._let_next_go_everywhere(version)
             if self._modes.chain.state is not Chain.WHOLE:
                 await self._bases.finish()
-        elif self._placement.is_between(version) and await self._backlog.stands_in():
+        elif self._placement.is_between(version):
             with self._saves.saving(version, recorded=recorded):
-                await self._bases.begin(version)
+                if await self._backlog.stands_in():
+                    await self._bases.begin(version)
         self._saves.failure = None
 
     def _let_next_go_everywhere(self, version: int) -> None:

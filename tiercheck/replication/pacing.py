@@ -88,13 +88,14 @@ class Pacer:
             self._passing[tier.index] += 1
             try:
                 yield
-            finally:
+            finally:  # what was sent was sent, though it failed; how much that is nobody knows
                 self._passing[tier.index] -= 1
                 self._tell()
+                self._pay(turns, turns.left, began)
         else:
             with in_turns(turns):
                 yield
-        self._pay(turns, turns.left, began)
+            self._pay(turns, turns.left, began)
 
     async def turn(self, turns: _Turns, nbytes: int) -> None:
         """Wait until the next part of a base, of so many bytes, may go."""

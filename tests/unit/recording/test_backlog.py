@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.training import Training, memory
-from tiercheck.errors import SaveError
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import DeadlineExceeded, SaveError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey
 from tiercheck.opening.startup import _Startup
 from tiercheck.policy import first_tier
-from tiercheck.recording.modes import RoomEvent
+from tiercheck.policy.first_tier import Holding, Sizes
+from tiercheck.policy.folding import Fold
+from tiercheck.recording import backlog
+from tiercheck.recording.backlog import Backlog
+from tiercheck.recording.modes import Modes, RoomEvent
+from tiercheck.recording.saves import Saves
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
+from tiercheck.replication.handle import MoverStatus
+from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.machine import Machine
+from tiercheck.runtime.runtime import TaskScheduler
 from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 40
@@ -122,3 +135,105 @@ def test_auto_captures_the_bases_until_what_folds_is_ready(
     resumed = attached(again, tmp_path, "auto", first=first, base_every=100)
     resumed.abort()
     assert (resumed.version, again.parameters()) == (2 * LAST, training.states[2 * LAST])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_base_that_is_due_comes_though_its_fold_takes_longer_than_memory_takes_to_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """The other ranks have no other base: one at another version would be committed by nobody. If the fold hangs, the
+    next one that is due is captured."""
+    folding, fold = threading.Event(), LocalFoldExecutor.fold
+
+    async def slow(self: LocalFoldExecutor, what: Fold, wanted: Any) -> Outcome:
+        assert what.version % due or await asyncio.to_thread(folding.wait, 60)
+        return await fold(self, what, wanted)
+
+    monkeypatch.setattr(LocalFoldExecutor, "fold", slow)
+    monkeypatch.setattr(backlog, "FOLD_S_MAX", 0.1)
+    begin = Backlog.__init__
+
+    def small(self: Backlog, *given: Any, holding: Holding, **more: Any) -> None:
+        begin(self, *given, holding=replace(holding, records_max=USUAL), **more)
+
+    monkeypatch.setattr(Backlog, "__init__", small)
+    folds_here = _Startup.folding
+    monkeypatch.setattr(_Startup, "folding", lambda self, agent, *, apart: folds_here(self, agent, apart=True))
+    monkeypatch.setattr("tiercheck.opening.folding.no_processor_to_fold", lambda *_: "")
+    training, due = Training(), 10
+    checkpointer = attached(training, tmp_path, "auto", base_every=due, deadline_s=2.0 if hangs else 60.0)
+    training.step(1)
+    while not checkpointer.stats.mover.folds:
+        checkpointer.flush()
+    for version in range(2, due + 1):
+        training.step(version)
+    assert checkpointer.stats.mover.unfolded_bases == 1
+    if not hangs:
+        threading.Timer(1.0, folding.set).start()
+    for version in range(due + 1, 2 * due + 1):  # memory fills before the next one is due
+        training.step(version)
+    assert folding.is_set() is not hangs
+    folding.set()
+    checkpointer.close()
+    assert {int(path.stem) for path in tmp_path.rglob("base/*.safetensors")} >= ({2 * due} if hangs else {due, 2 * due})
+    assert checkpointer.stats.mover.watermark == 2 * due
+
+
+class Unlisted(TaskScheduler):
+    """Its tier does not answer in time."""
+
+    async def call(self, coroutine: Coroutine[Any, Any, Any], *, what: str, deadline_s: float) -> Any:
+        coroutine.close()
+        raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s")
+
+
+async def looking(bases: str, status: MoverStatus, scheduler: TaskScheduler) -> tuple[Backlog, AsyncExitStack]:
+    """A backlog above as many differentials as there may be before the first fold, and what closes its tier."""
+    stack, config, modes = AsyncExitStack(), CheckpointConfig(bases=bases, deadline_s=0.1), Modes()
+    tiers = await stack.enter_async_context(Hierarchy.of(memory()).open())
+    for version in range(1, USUAL + 1):
+        await tiers.first.driver.put(str(ShardKey.differential(1, version, version, 0)), [b"x"])
+    holding = Holding(Sizes(1, 0, 1), 5, USUAL, USUAL, records_max=50)
+    backlog = Backlog(
+        tiers.first,
+        cast(MoverHandle, SimpleNamespace(status=status)),
+        scheduler,
+        lambda: None,
+        saves=Saves(config, modes),
+        modes=modes,
+        rank=0,
+        holding=holding,
+        config=config,
+        folds=True,
+    )
+    return backlog, stack
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_training_waits_for_no_first_fold_that_the_tiers_hold_back(
+    monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    """If they are away for hours, memory takes what it has room for."""
+    monkeypatch.setattr(first_tier, "UNFOLDED_NBYTES", 0)
+
+    async def admitted() -> bool:
+        status = MoverStatus(prepares_folding=True, has_room=has_room)
+        backlog, stack = await looking("fold", status, TaskScheduler())
+        async with stack:
+            try:
+                await backlog.admit()
+            except SaveError:
+                return False
+        return True
+
+    assert asyncio.run(admitted()) is not has_room
+
+
+def test_a_tier_that_is_not_listed_in_time_breaks_nothing_off() -> None:
+    async def looked() -> bool:
+        backlog, stack = await looking("auto", MoverStatus(prepares_folding=True), Unlisted())
+        async with stack:
+            await backlog.admit()
+            return await backlog.stands_in()
+
+    assert not asyncio.run(looked())

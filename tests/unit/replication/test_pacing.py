@@ -12,6 +12,7 @@ import pytest
 
 from tests.moving import FIRST, base, record, running
 from tests.simulation import virtual_time
+from tiercheck.errors import Transient
 from tiercheck.format import container
 from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, OpenTier, Tier
@@ -329,3 +330,18 @@ def test_no_part_waits_for_long() -> None:
         return found
 
     assert virtual_time.run(send()) == [0, PART_S_MAX, 2 * PART_S_MAX, 30, 30 + PART_S_MAX, 30 + 2 * PART_S_MAX]
+
+
+def test_a_differential_whose_copy_fails_is_paid_for() -> None:
+    """Else a tier that fails would be sent the same bytes again and again, as fast as they go."""
+
+    async def send() -> float:
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer, target = Pacer(BytesPerSecond("memory-2", 10), Refusals(), Placement(), lambda: nothing), tier()
+        with pytest.raises(Transient):
+            async with pacer.copying(target, record(1), 300):
+                raise Transient("the tier is away", tier=target.name)
+        async with pacer.copying(target, record(1), 0):
+            return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(send()) == 30
