@@ -158,7 +158,7 @@ def test_a_base_that_is_due_comes_though_its_fold_takes_longer_than_memory_takes
 
     monkeypatch.setattr(Backlog, "__init__", small)
     folds_here = _Startup.folding
-    monkeypatch.setattr(_Startup, "folding", lambda self, agent, *, apart: folds_here(self, agent, apart=True))
+    monkeypatch.setattr(_Startup, "folding", lambda *given, apart: folds_here(*given, apart=True))
     monkeypatch.setattr("tiercheck.opening.folding.no_processor_to_fold", lambda *_: "")
     training, due = Training(), 10
     checkpointer = attached(training, tmp_path, "auto", base_every=due, deadline_s=2.0 if hangs else 60.0)
