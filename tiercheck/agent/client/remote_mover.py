@@ -57,6 +57,9 @@ class RemoteMover:
         self._nudged = asyncio.Event()
         self._hurry_s = 0.0
         """Of the nudges that the agent was not told of yet, the longest."""
+        self._withdrawn = False
+        self._registering = asyncio.Lock()
+        """Held while an agent that knows nothing of the job is told of it."""
 
     @property
     def status(self) -> MoverStatus:
@@ -86,12 +89,14 @@ class RemoteMover:
                     raise
 
     async def withdraw(self, deadline_s: float = LOOK_S) -> None:
-        """Nothing is left to move: the agent forgets the replication job.
+        """Nothing is left to move: the agent forgets the replication job, and :meth:`run` ends. Idempotent.
 
         Errors: ``JobConflict`` if a newer generation is registered, which stays; ``TierError``;
         ``DeadlineExceeded``.
         """
-        await self._client.withdraw(*self._who, deadline_s=deadline_s)
+        self._withdrawn = True  # from here on a look that finds the job unknown does not register it again
+        async with self._registering:
+            await self._client.withdraw(*self._who, deadline_s=deadline_s)
 
     def nudge(self, *, hurry_s: float = 0.0) -> None:
         """As :class:`tiercheck.replication.mover.MoverHandle` has it. The agent is told soon."""
@@ -99,8 +104,9 @@ class RemoteMover:
         self._nudged.set()
 
     async def run(self) -> None:
-        """Keep :attr:`status` fresh and the agent alive until cancelled, or until a newer generation opens."""
-        while self._conflict is None:
+        """Keep :attr:`status` fresh and the agent alive until cancelled or withdrawn, or until a newer generation
+        opens."""
+        while self._conflict is None and not self._withdrawn:
             try:
                 await self._ask(Look(min(LOOK_S, self._deadline_s), *self._who))
                 if await self._nudged_within(REFRESH_S):
@@ -109,11 +115,14 @@ class RemoteMover:
             except JobConflict as conflict:
                 self._conflict = conflict
             except TierCheckError as error:
+                if self._withdrawn:
+                    return  # the agent has forgotten the job, as it was told
                 level = logging.WARNING if AGENT not in self._status.errors else logging.DEBUG
                 log.log(level, "the agent cannot be reached: %s; trying again", error)
                 self._status = replace(self._status, idle=False, errors={**self._status.errors, AGENT: str(error)})
                 await asyncio.sleep(REFRESH_S)
-        log.error("%s", self._conflict)
+        if self._conflict is not None:
+            log.error("%s", self._conflict)
 
     async def cycle(self, *, closing: bool = False) -> bool:
         """As :meth:`tiercheck.replication.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
@@ -156,8 +165,11 @@ class RemoteMover:
         except NotFound as unknown:
             if unknown.key is not None:
                 raise  # of an object, not of the replication job
-        # An agent that was started anew, and did not find it by itself.
-        await self.register()
+            async with self._registering:
+                if self._withdrawn:
+                    raise
+                # An agent that was started anew, and did not find it by itself.
+                await self.register()
         return await self._client.request(request, RankReply)
 
     def _take(self, reply: RankReply) -> None:

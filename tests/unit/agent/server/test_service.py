@@ -595,6 +595,29 @@ async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:
             await client.request(Look(5.0, job.namespace, job.rank, 1), RankReply)
 
 
+async def test_a_look_that_finds_nothing_any_more_does_not_register_again(node: Node) -> None:
+    """The trainer looks about once a second, also just before and after it has taken its leave."""
+    job = node.job(node.shm())
+    async with running(node) as agent, trainer(node, job) as (mover, hierarchy, client):
+        await mover.register()
+        looks = asyncio.create_task(mover.run())
+        asked, answered = client.request, asyncio.Event()
+
+        async def late(request: Any, reply: Any) -> Any:
+            if isinstance(request, Look):
+                answered.set()
+                await until(lambda: len(agent.registry) == 0, "the leave")
+            return await asked(request, reply)
+
+        client.request = late  # type: ignore[method-assign, assignment]
+        await answered.wait()
+        await mover.withdraw()
+        async with asyncio.timeout(20):
+            await looks
+        assert len(agent.registry) == 0
+        assert [info async for info in hierarchy.first.driver.list("replication/")] == []
+
+
 async def test_a_mover_nominates_again_where_the_agent_has_forgotten(node: Node) -> None:
     job = node.job(node.shm())
     async with running(node), trainer(node, job) as (mover, hierarchy, client):
