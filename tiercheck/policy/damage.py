@@ -51,7 +51,8 @@ def base_needed_after(seen: Observation, lost: Iterable[Copy], *, has_room: bool
 
 def base_without_constants(seen: Observation) -> ShardKey | None:
     """The rank's newest base in the first tier, if that tier lacks the constants that the base refers to. Other tiers
-    may have them, but nothing brings them back: no base can be folded, and no recovery starts from this tier."""
+    may have them. Until a base is captured, which stores them again, none can be folded, and no recovery starts from
+    this tier."""
     bases = own_bases(seen, seen.contents[0])
     return bases[-1] if bases and not seen.contents[0].completes(bases[-1]) else None
 

@@ -60,36 +60,36 @@ def no_processor_to_fold(processors: int, ranks: int) -> str:
 
 
 def next_fold(
-    seen: Observation, due: Collection[int], every: int = 0, interval: int = 1, taken: Collection[int] = ()
+    seen: Observation, due: Collection[int], every: int = 0, interval: int = 1, blocked: Collection[int] = ()
 ) -> Fold | None:
     """What can be folded now, of the versions that are ``due``; ``None``: nothing is due, or something of it is not
     there. ``every``: versions between the bases of the first tier alone, if the cadence's are due at each multiple of
-    ``interval``; 0: there are none. ``taken``: where something unusable lies in the base's place."""
+    ``interval``; 0: there are none. ``blocked``: versions where something unusable lies in the base's place."""
     base, chain = _chain(seen)
     if base is None or not chain:
         return None
-    left, reached = waiting(seen, due, taken), chain[-1].last
+    left, reached = waiting(seen, due, blocked), chain[-1].last
     # One that is due and was not left to the mover is captured.
     until = left[0] if left else (base.last // interval + 1) * interval - 1
     version: int | None = until
     if not left or reached < until:
         between = range(min(reached, until) // every * every, base.last, -every) if every else ()
-        version = next((each for each in between if each not in taken), None)
+        version = next((each for each in between if each not in blocked), None)
     if version is None:
         return None
     return Fold(base, tuple(key for key in chain if key.last <= version), version)
 
 
-def waiting(seen: Observation, due: Collection[int], taken: Collection[int] = ()) -> list[int]:
-    """The versions that are ``due`` and not there yet, oldest first, but for those that are ``taken``. A newer base
+def waiting(seen: Observation, due: Collection[int], blocked: Collection[int] = ()) -> list[int]:
+    """The versions that are ``due`` and not there yet, oldest first, but for those that are ``blocked``. A newer base
     stands for those before it."""
     base, _ = _chain(seen)
-    return [] if base is None else sorted(version for version in set(due).difference(taken) if version > base.last)
+    return [] if base is None else sorted(version for version in set(due).difference(blocked) if version > base.last)
 
 
-def lag(seen: Observation, due: Collection[int], taken: Collection[int] = ()) -> int:
+def lag(seen: Observation, due: Collection[int], blocked: Collection[int] = ()) -> int:
     """How many versions were recorded since the oldest one that is due and not there yet; 0 if nothing is."""
-    left = waiting(seen, due, taken)
+    left = waiting(seen, due, blocked)
     newest = max((key.last for key in own_differentials(seen, seen.contents[0])), default=0)
     return max(0, newest - left[0]) if left else 0
 

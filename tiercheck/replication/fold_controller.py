@@ -66,8 +66,8 @@ class FoldController:
         self._in_doubt: tuple[int, str] = -1, ""
         """A version that cannot be folded, and why; a base of that version or a later one ends it."""
         self.skipped_folds = 0
-        self._taken: set[int] = set()
-        """Versions newer than the newest usable base where something unusable lies in the base's place."""
+        self._blocked: set[int] = set()
+        """Versions that are not folded: something unusable lies in the base's place. It was said of each."""
         self._missing: set[str] = set()
         """What was listed, and was not there."""
 
@@ -81,16 +81,17 @@ class FoldController:
         """What to fold now."""
         if self._refused(seen):
             return None
+        self._block(self._blocked_in(seen))
         every = 0 if self.obstacle(seen) else self._placement.fold_every
-        return next_fold(seen, self._due, every, self._placement.interval, self._skipped(seen))
+        return next_fold(seen, self._due, every, self._placement.interval, self._blocked_in(seen))
 
     def waiting(self, seen: Observation) -> list[int]:
         """The versions of the bases that are left to be folded, and are not there yet, if they can be. Oldest first."""
-        return [] if self.obstacle(seen) else waiting(seen, self._due, self._skipped(seen))
+        return [] if self.obstacle(seen) else waiting(seen, self._due, self._blocked_in(seen))
 
     def lag(self, seen: Observation) -> int:
         """See :func:`tiercheck.policy.folding.lag`."""
-        return 0 if self.obstacle(seen) else lag(seen, self._due, self._skipped(seen))
+        return 0 if self.obstacle(seen) else lag(seen, self._due, self._blocked_in(seen))
 
     def obstacle(self, seen: Observation) -> str:
         """Why what is due cannot be folded; empty if it can."""
@@ -114,7 +115,7 @@ class FoldController:
     @property
     def state(self) -> object:
         """All that :meth:`next` rests on besides what was seen."""
-        return tuple(self._due), self._prepared, self._given_up, self._in_doubt, frozenset(self._taken)
+        return tuple(self._due), self._prepared, self._given_up, self._in_doubt, frozenset(self._blocked)
 
     @property
     def preparing(self) -> bool:
@@ -181,7 +182,7 @@ class FoldController:
             await self._observer.refresh_nearby()  # a base may have been captured since the fold asked
         seen = self._observer.seen()
         if isinstance(outcome, Superfluous) and newest_usable(seen) < fold.version and superseded(seen) is None:
-            self._skip(fold.version)  # a base lies there, and is none to go on from
+            self._block({fold.version})  # a base lies there, and is none to go on from
 
     def _note(self, outcome: Outcome, fold: Fold | None = None) -> None:
         match outcome:
@@ -203,28 +204,26 @@ class FoldController:
                 self.folded_bases += 1
                 self.audited_bases += audited
 
-    def _skipped(self, seen: Observation) -> set[int]:
-        """Versions that are not folded: something unusable lies in the base's place. Nothing overwrites it, since a
-        base of a version is made once; bases after it are folded as before."""
-        self._taken = {version for version in self._taken if version > newest_usable(seen)}
+    def _blocked_in(self, seen: Observation) -> set[int]:
+        """Versions newer than the newest usable base where something unusable lies in the base's place. Nothing
+        overwrites it, since a base of a version is made once; bases after it are folded as before."""
         copies = self._observer.damaged_there | self._observer.foreign
-        for key in (copy.key for copy in copies if copy.tier == self._tier.index):
-            if key.stream is Stream.BASE and key.generation == seen.generation and key.last > newest_usable(seen):
-                self._skip(key.last)
-        return self._taken
+        keys = (copy.key for copy in copies if copy.tier == self._tier.index)
+        bases = {key.last for key in keys if key.stream is Stream.BASE and key.generation == seen.generation}
+        usable = newest_usable(seen)
+        return {version for version in self._blocked | bases if version > usable}
 
-    def _skip(self, version: int) -> None:
-        if version in self._taken:
-            return
-        self._taken.add(version)
-        self.skipped_folds += 1
-        base = ShardKey.base(self._observer.seen().generation, version, self._observer.rank)
-        log.warning(
-            "%s of %s is not folded: one that is damaged, or lacks what it refers to, lies there. The next one that is "
-            "due takes its place; what tiercheck verify says of this one tells whether memory fails",
-            base,
-            self._tier,
-        )
+    def _block(self, versions: set[int]) -> None:
+        """Count those that are new, and say so."""
+        for version in sorted(versions - self._blocked):
+            self.skipped_folds += 1
+            log.warning(
+                "%s of %s is not folded: one that is damaged, or lacks what it refers to, lies there. The next one "
+                "that is due takes its place; what tiercheck verify says of this one tells whether memory fails",
+                ShardKey.base(self._observer.seen().generation, version, self._observer.rank),
+                self._tier,
+            )
+        self._blocked |= versions
 
     def _check_gone(self, key: str) -> None:
         """Once is in order: it was deleted meanwhile. Errors: ``SourceError``, so that the fold pauses."""
