@@ -205,6 +205,21 @@ def test_a_base_that_lacks_its_constants_makes_no_older_one_superfluous(survives
     assert checked_deletions(observation, gone, "KeepLast(1)") == (gone, [])
 
 
+@pytest.mark.parametrize(("survives", "goes"), [(Survives.RACK, False), (Survives.NODE, True)])
+def test_a_base_that_lacks_its_constants_may_go_inside_a_node(survives: Survives, goes: bool) -> None:
+    """It leads nowhere there. To a shared tier its constants may still be on their way."""
+    lacking = ShardKey.base(1, 20, 0, (1, 15))
+    held: list[Key] = [base(10), CommitKey(1, 10), lacking, CommitKey(1, 20)]
+    roles = (Role(0, "shm", Survives.PROCESS), Role(1, "other", survives))
+    contents = tuple(Contents.of((key, 1) for key in held) for _ in roles)
+    observation = Observation(roles, contents, 0, 1, 1, seen([]).lineage)
+    allowed, refusals = checked_deletions(observation, {0: [lacking], 1: [lacking]}, "Evil()")
+    assert allowed == {0: [lacking], 1: [lacking] if goes else []}
+    assert all(str(refusal).endswith("which a recovery to version 20 needs") for refusal in refusals)
+    refused = checked_deletions(observation, {0: [base(10)], 1: [base(10)]}, "Evil()")[0]
+    assert refused == {0: [], 1: []}, "it makes no older one superfluous"
+
+
 def test_shards_that_nothing_needs_are_deleted() -> None:
     gone: dict[int, list[Key]] = {0: [base(20), single(21)], 1: [CommitKey(1, 0), base(0), batch(1, 5), batch(16, 20)]}
     assert checked_deletions(seen(MEMORY, DURABLE), gone, "KeepLast(1)") == (gone, [])
