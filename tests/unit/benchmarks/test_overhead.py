@@ -55,17 +55,6 @@ def test_the_jobs_share_the_time_by_how_long_their_steps_are() -> None:
     assert shares[Cell("40M", "exact", "shm")] < shares[Cell("127M", "folded", "shm+peer")]
 
 
-def test_saved_jobs_and_bytes_moved_outside_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    names = ["quick.folded.shm+durable", "quick.outside.memory"]
-    assert main(["overhead", "--json", "--quick", "--directory", str(tmp_path), "--only", *names]) == 0
-    _, step, stall, outside = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (step["figure"], stall["figure"]) == (f"step.{names[0]}", f"stall.{names[0]}")
-    assert outside["figure"] == f"step.{names[1]}"
-    assert step["captured_bytes"] > step["bytes"] == stall["bytes"] == outside["bytes"]
-    assert step["steps"] == 8
-    assert not [*tmp_path.iterdir()]
-
-
 def test_a_job_for_which_there_is_too_little_memory_is_skipped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity, StateProvider, copy_into
 from tiercheck.tiers.memory import MemoryDriver
 
+pytestmark = pytest.mark.cluster
+
 WORLD = 16
 BASE, LAST = 2, 3
 """Of one version there is a base; to the other a differential leads."""
@@ -133,7 +135,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def exported(small: Run, large: Run, bounds: list[str], target: Path) -> dict[str, str]:
     """By bound, what a process of its own says of the export under it."""
-    command = [sys.executable, "-m", "tests.unit.archive.exporting", small.url, large.url, str(target), *bounds]
+    command = [sys.executable, "-m", "tests.cluster.exporting", small.url, large.url, str(target), *bounds]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, capture_output=True, env=environment, timeout=300, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
