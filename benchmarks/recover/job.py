@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import torch
 import xxhash
 
@@ -41,18 +42,19 @@ from tiercheck.runtime.group import BlockingGroup, SingleProcess
 from tiercheck.streams.tensors import tensor_state
 from tiercheck.streams.tensors.tensor_state import TensorState
 
-__all__ = ["BASE", "RAW", "Order", "layers_of"]
+__all__ = ["RAW", "Order", "layers_of"]
 
 WIDTH = 1024
 STATE_BYTES = 12
 """Of a parameter: itself and two moments, in float32."""
-BASE = 8
-"""The version of the base."""
 ROWS = 4
 DEADLINE_S = 120.0
 WINDOW_BYTES = 256 << 20
 """Of each ceiling buffer: more than any cache holds. Longer states pass through it several times."""
 CHUNK_BYTES = 4 << 20
+WAKE = 4
+"""Times the state's bytes that are touched before a recovery. What it takes then need not be what was touched: with
+as much as it takes, one in two recoveries was up to eight times as long."""
 RAW = "raw"
 """The file that is read past the page cache, in the job's directory."""
 
@@ -88,9 +90,10 @@ def save(order: Order) -> None:
     """A base whose optimizer has stepped, and the differentials after it."""
     model, optimizer = made(order, seed=1)
     rows = torch.randn(ROWS, order.width)
-    config = CheckpointConfig(base_every=BASE, bases="capture", batch=BASE, deadline_s=DEADLINE_S)
+    base = order.replayed + 1  # the next one would be due after all that is replayed
+    config = CheckpointConfig(base_every=base, bases="capture", batch=base, deadline_s=DEADLINE_S)
     checkpointer = attach(model, optimizer, Hierarchy.of(*order.urls), config=config)
-    for _ in range(BASE + order.replayed):
+    for _ in range(base + order.replayed):
         optimizer.zero_grad(set_to_none=False)
         model(rows).square().mean().backward()
         optimizer.step()
@@ -110,13 +113,15 @@ def recover(order: Order) -> None:
     drop(Path(order.directory))
     ceiling_s = [ceiling()] if order.ceiling_first else []
     state = TensorState(provider, CheckpointConfig(recovery_threads=order.threads))
-    wake(order.nbytes)
+    wake(min(WAKE * order.nbytes, psutil.virtual_memory().available // 2))
     with Phases() as phases:
         begun = time.perf_counter()
         restored = run(Restorer(tiers, state, ranks).restore())
         recovery_s = time.perf_counter() - begun
     if restored.recovery is None or restored.recovery.replayed != order.replayed:
         raise RuntimeError(f"something else was restored: {restored.recovery}")
+    let_go = scheduler.beside(int)  # what was read is let go beside the job, and before this
+    run(scheduler.result(let_go, what="letting go what was read", deadline_s=DEADLINE_S))
     ceiling_s = ceiling_s or [ceiling()]
     say(
         recovery_s=recovery_s,
