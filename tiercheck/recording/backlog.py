@@ -30,6 +30,9 @@ LOOK_S = 0.02
 NUDGE_S = 0.5
 FOLD_S_MAX = 10.0
 """So long training waits for a fold if the base may be captured instead."""
+DRAIN_S_MAX = 10.0
+"""So long it waits then, too, until the bases in the first tier have reached the durable one. There a newer base takes
+their place, and if no other rank has it, it is committed by nobody."""
 
 
 class Backlog:
@@ -129,8 +132,7 @@ class Backlog:
             while held >= most:
                 status, now = self._mover.status, self._scheduler.time()
                 late = self._is_late(status, now - began)
-                # All ranks are to have the base that is due: one that comes first takes its place only if it hangs.
-                instead = late and (not status.unfolded_bases or now - began >= deadline_s)
+                instead = late and now - began >= self._patience_s(status, deadline_s)
                 if (instead or (self._folds and status.not_folded)) and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
                     room.on(RoomEvent.FOUND)
@@ -164,6 +166,14 @@ class Backlog:
             log.info("%s: none was folded within %.3g s, and memory is full", what, waited_s)
             self._late_while = range(status.folded_bases, status.folded_bases + status.unfolded_bases + 1)
         return late
+
+    @staticmethod
+    def _patience_s(status: MoverStatus, deadline_s: float) -> float:
+        """How long all ranks' bases that are due are waited for: one that this rank alone captures takes their place
+        only if they hang."""
+        if status.unfolded_bases:
+            return deadline_s
+        return min(deadline_s, DRAIN_S_MAX) if status.undrained_bases else 0.0
 
     async def _held(self, records_max: int) -> int:
         """How many are in the tier. If it cannot be listed just now, one more may come: the tier itself has a limit."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.simulation import virtual_time
 from tests.training import Training, memory
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, SaveError
@@ -24,7 +25,7 @@ from tiercheck.policy.first_tier import Holding, Sizes
 from tiercheck.policy.folding import Fold
 from tiercheck.recording import backlog
 from tiercheck.recording.backlog import Backlog
-from tiercheck.recording.modes import Modes, RoomEvent
+from tiercheck.recording.modes import Base, Modes, RoomEvent
 from tiercheck.recording.saves import Saves
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
@@ -161,7 +162,10 @@ def test_a_base_that_is_due_comes_though_its_fold_takes_longer_than_memory_takes
     monkeypatch.setattr(_Startup, "folding", lambda *given, apart: folds_here(*given, apart=True))
     monkeypatch.setattr("tiercheck.opening.folding.no_processor_to_fold", lambda *_: "")
     training, due = Training(), 10
-    checkpointer = attached(training, tmp_path, "auto", base_every=due, deadline_s=2.0 if hangs else 60.0)
+    kept = 2 + due  # also if, on a slow machine, others are captured between the two
+    checkpointer = attached(
+        training, tmp_path, "auto", base_every=due, keep_last=kept, deadline_s=2.0 if hangs else 60.0
+    )
     training.step(1)
     while not checkpointer.stats.mover.folds:
         checkpointer.flush()
@@ -187,13 +191,15 @@ class Unlisted(TaskScheduler):
         raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s")
 
 
-async def looking(bases: str, status: MoverStatus, scheduler: TaskScheduler) -> tuple[Backlog, AsyncExitStack]:
+async def looking(
+    bases: str, status: MoverStatus, scheduler: TaskScheduler, *, records_max: int = 50, deadline_s: float = 0.1
+) -> tuple[Backlog, AsyncExitStack]:
     """A backlog above as many differentials as there may be before the first fold, and what closes its tier."""
-    stack, config, modes = AsyncExitStack(), CheckpointConfig(bases=bases, deadline_s=0.1), Modes()
+    stack, config, modes = AsyncExitStack(), CheckpointConfig(bases=bases, deadline_s=deadline_s), Modes()
     tiers = await stack.enter_async_context(Hierarchy.of(memory()).open())
     for version in range(1, USUAL + 1):
         await tiers.first.driver.put(str(ShardKey.differential(1, version, version, 0)), [b"x"])
-    holding = Holding(Sizes(1, 0, 1), 5, USUAL, USUAL, records_max=50)
+    holding = Holding(Sizes(1, 0, 1), 5, USUAL, USUAL, records_max=records_max)
     backlog = Backlog(
         tiers.first,
         cast(MoverHandle, SimpleNamespace(status=status)),
@@ -207,6 +213,34 @@ async def looking(bases: str, status: MoverStatus, scheduler: TaskScheduler) -> 
         folds=True,
     )
     return backlog, stack
+
+
+@pytest.mark.parametrize(
+    ("bases", "waited_s"),
+    [
+        ({"unfolded_bases": 1, "undrained_bases": 1}, 60.0),
+        ({"undrained_bases": 1}, backlog.DRAIN_S_MAX),
+        ({}, backlog.FOLD_S_MAX / 2),
+    ],
+    ids=["is folded", "is copied", "is copied already"],
+)
+def test_memory_that_is_full_of_differentials_gets_no_base_while_one_that_is_due(
+    monkeypatch: pytest.MonkeyPatch, bases: dict[str, int], waited_s: float
+) -> None:
+    """A newer one would take its place in the durable tier, and no other rank has that."""
+    monkeypatch.setattr(backlog, "FOLD_S_MAX", backlog.FOLD_S_MAX / 2)
+
+    async def wait() -> tuple[float, bool]:
+        scheduler = TaskScheduler()
+        status = MoverStatus(folds=True, awaits_base=True, folded_bases=3, **cast(Any, bases))
+        waiting, stack = await looking("auto", status, scheduler, records_max=USUAL, deadline_s=60.0)
+        async with stack:
+            began = scheduler.time()
+            await waiting.admit()
+            return scheduler.time() - began, waiting._modes.base.state is Base.DUE
+
+    waited, captures = virtual_time.run(wait())
+    assert (waited, captures) == (pytest.approx(waited_s, abs=0.1), True)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
