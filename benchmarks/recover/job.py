@@ -120,8 +120,6 @@ def recover(order: Order) -> None:
         recovery_s = time.perf_counter() - begun
     if restored.recovery is None or restored.recovery.replayed != order.replayed:
         raise RuntimeError(f"something else was restored: {restored.recovery}")
-    let_go = scheduler.beside(int)  # what was read is let go beside the job, and before this
-    run(scheduler.result(let_go, what="letting go what was read", deadline_s=DEADLINE_S))
     ceiling_s = ceiling_s or [ceiling()]
     say(
         recovery_s=recovery_s,

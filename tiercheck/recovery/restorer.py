@@ -122,8 +122,6 @@ class Restorer:
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
     _turn: Turn | None = None
-    _read: list[object] = field(default_factory=list)
-    """What holds the memory that was read into, or mapped, when nothing needs it any more."""
 
     def __post_init__(self) -> None:
         self.memories = self.memories or NodeMemories(self.hierarchy, self.ranks)
@@ -141,8 +139,6 @@ class Restorer:
         try:
             return await self._restored()
         finally:
-            # To unmap what was read takes up to a fifth of the time that it took to recover: nobody waits for it.
-            self.ranks.scheduler.beside(self._read.clear)
             await self.memories.close()
 
     async def _restored(self) -> Restored:
@@ -206,7 +202,6 @@ class Restorer:
             touched = True
             rebuilt = await self._rebuild(reader, part)
             if rebuilt is not None:
-                self._read += (reader, part, rebuilt)
                 return Restored(
                     self._report(reader, part, await self._settle(reader, part, rebuilt), matrix, began),
                     self._found,
