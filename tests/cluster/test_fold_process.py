@@ -108,7 +108,9 @@ def test_killed_at_any_point_of_a_fold_nothing_is_lost(
             training.step(version)
         checkpointer.flush()
         mover = checkpointer.stats.mover
-        assert (checkpointer.stats.bases, mover.folded_bases, mover.audited_bases) == (1, 3, 3)
+        assert (checkpointer.stats.bases, mover.audited_bases) == (1, mover.folded_bases)
+        # A process may have published its base when the kill reached it: then that base is there, and counted by nobody.
+        assert mover.folded_bases in (2, 3)
         assert (mover.watermark, mover.not_folded) == (12, "")
         (folds,) = set(children(os.getpid())) - before
         assert (made[0].pid, made[0]._ends) == (folds, 0), "a base has ended the count of its ends"
