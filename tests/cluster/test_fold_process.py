@@ -109,7 +109,7 @@ def test_killed_at_any_point_of_a_fold_nothing_is_lost(
         checkpointer.flush()
         mover = checkpointer.stats.mover
         assert (checkpointer.stats.bases, mover.audited_bases) == (1, mover.folded_bases)
-        # A process may have published its base when the kill reached it: then that base is there, and counted by nobody.
+        # A process may have published its base when the kill reached it: that base is there, and nobody counts it.
         assert mover.folded_bases in (2, 3)
         assert (mover.watermark, mover.not_folded) == (12, "")
         (folds,) = set(children(os.getpid())) - before
