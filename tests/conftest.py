@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.forks import forks, pytest_configure, pytest_configure_node
+from tests.parsing import parse_in_turns
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 from tiercheck.integrations import hooks
@@ -60,6 +61,8 @@ gc.disable()
 
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)
+
+parse_in_turns()
 
 # No example is timed, on however busy a machine, and one that fails prints what replays it.
 settings.register_profile("tiercheck", deadline=None, print_blob=True)

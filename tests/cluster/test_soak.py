@@ -78,7 +78,8 @@ def some_objects(root: Path) -> list[Path]:
     """The objects' files, once the workers have made a few."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        found = sorted(path for path in (root / "tier" / "soak").rglob("*") if path.is_file())
+        # A folder may go while one looks: os.walk passes over it, Path.rglob does not.
+        found = sorted(Path(at, name) for at, _, names in os.walk(root / "tier" / "soak") for name in names)
         if len(found) > 8:
             return found
         time.sleep(0.01)
