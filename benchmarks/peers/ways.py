@@ -53,9 +53,13 @@ class Way(abc.ABC):
 
     every_step = False
     """Whether it saves each step by itself once it has begun."""
+    modules: tuple[str, ...] = ()
+    """What its user imports at the top of a script: no save and no restart waits for it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        for module in self.modules:
+            importlib.import_module(module)
 
     def begin(self) -> None:  # noqa: B027  (most have nothing to begin)
         """From here on steps may be saved."""
@@ -89,6 +93,8 @@ class TorchSave(Way):
 
 
 class Safetensors(Way):
+    modules = ("safetensors.torch",)
+
     def save(self, version: int) -> None:
         save_file = importlib.import_module("safetensors.torch").save_file
         save_file(dict(self._tensors()), self.job.place(version))
@@ -118,6 +124,10 @@ class Safetensors(Way):
 
 class Dcp(Way):
     """torch.distributed.checkpoint, by one process without a group."""
+
+    modules = tuple(
+        f"torch.distributed.checkpoint.{name}" for name in ("state_dict", "state_dict_saver", "state_dict_loader")
+    )
 
     def save(self, version: int) -> None:
         self._module("state_dict_saver").save(self._state(), checkpoint_id=str(self.job.place(version)))
@@ -180,6 +190,8 @@ class DcpAsyncProcess(DcpAsync):
 
 
 class TorchSnapshot(Way):
+    modules = ("torchsnapshot",)
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._saving: Any = None
@@ -306,6 +318,7 @@ class TierCheck(Way):
 
     every_step = True
     bases = "capture"
+    modules = ("tiercheck.integrations.torch", "tiercheck.hierarchy", "tiercheck.config")
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
