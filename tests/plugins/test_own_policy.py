@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.test_agent_kills import end
+from tests.cluster.agents.test_kills import end
 from tests.plugins.outside import Outside
 from tests.servers.agents import Node, node
 from tiercheck.agent.protocol.rundir import RunDirectory

@@ -187,7 +187,7 @@ def test_each_format_is_read_by_its_own_library(flat_url: str, tmp_path: Path, m
 
 
 def test_a_universal_checkpoint_has_what_the_optimizer_had(flat_url: str, tmp_path: Path) -> None:
-    """An engine loads it in tests/cluster/test_universal.py."""
+    """An engine loads it in tests/cluster/layouts/test_universal.py."""
     expected = reference(STEPS)
     with tiercheck.open(flat_url) as archive:
         made = archive.export(tmp_path / "out", "deepspeed")

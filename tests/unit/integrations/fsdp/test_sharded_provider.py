@@ -395,7 +395,7 @@ def test_an_optimizers_state_that_is_not_sharded_like_its_parameter_is_refused(s
 
 
 def test_a_gradient_to_which_the_step_adds_before_it_is_summed_is_refused() -> None:
-    """Which optimizers do so is tried on several ranks in tests/cluster/test_parallel.py."""
+    """Which optimizers do so is tried on several ranks in tests/cluster/layouts/test_parallel.py."""
     norm = torch.nn.LayerNorm(4)
     parallelize_module(norm, init_device_mesh("cpu", (1,)), SequenceParallel())
     assert isinstance(norm.weight, DTensor)

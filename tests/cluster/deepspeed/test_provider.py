@@ -1,0 +1,224 @@
+"""``DeepSpeedProvider`` on real engines: two ranks, many checks a launch.
+
+What is checked lives in ``replay.py`` (load, replay, go on: every bit), ``edges.py`` and
+``resume.py`` (the whole way, through the checkpointer and real tiers), in ``kit.py``
+(:class:`~tiercheck.testing.providers.StateProviderTests`), in ``pipeline.py`` (stages
+that must meet), in ``index.py`` (what of the model each tensor is), and in ``compressed.py`` (the
+whole way where training uses the compressed gradients).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks, tail
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+RANKS, UNEVEN_RANKS = 2, 3
+LAUNCH_SECONDS_MAX = 240
+
+REPLAYS = (
+    "zero0-fp32",
+    "zero1-fp32",
+    "zero2-fp32",
+    "zero3-fp32",
+    "zero0-bf16",
+    "zero1-bf16",
+    "zero2-bf16",
+    "zero3-bf16",
+    "zero3-bf16-unclipped",
+    "zero1-bf16-accumulate-fp32",
+    "zero2-bf16-unmanaged",
+    "zero2-bf16-communicate-fp32",
+    "zero0-bf16-fused",
+    "zero0-fp16",
+    "zero1-fp16",
+    "zero3-fp16",
+    "pipeline-zero0-fp32",
+    "pipeline-zero1-bf16",
+    "tensor-parallel-zero1-bf16",
+)
+EDGES = (
+    "skipped-zero1-bf16",
+    "skipped-zero1-bf16-accumulate-fp32",
+    "skipped-zero3-fp32",
+    "skipped-zero0-bf16",
+    "skipped-zero1-fp16",
+    "skipped-zero0-fp16",
+    "skipped-in-a-pipeline",
+    "kit-zero1-bf16",
+    "half-accumulated",
+    "scheduler-moved-by-others",
+    "base-of-version-zero",
+    "another-model",
+    "own-checkpoints",
+    "data-sampler",
+    "model-parallel-generators",
+    "refused-setups",
+    "replicas",
+)
+
+RESUMES = (
+    "attached-and-skipping",
+    "written-after-the-step",
+    "block",
+    "beside-zero1-fp32-said",
+    "beside-zero0-bf16-unsaid",
+    "beside-zero3-fp32-said",
+    "beside-pipeline-zero1-bf16-unsaid",
+    "pipeline-meets-by-the-clock",
+    "pipeline-meets-without-a-shared-tier",
+    "pipeline-wrapped-by-others",
+    "zero0-fp32-software",
+    "zero1-fp32-software",
+    "zero2-fp32-software",
+    "zero3-fp32-software",
+    "zero1-fp32-node",
+    "zero3-bf16-rack",
+    "zero0-bf16-software",
+    "zero1-bf16-software",
+    "zero1-bf16-accumulate-fp32-software",
+    "zero2-bf16-software",
+    "zero3-bf16-software",
+    "pipeline-zero1-bf16-software",
+)
+
+COMPRESSED = (
+    "zero2-fp32-feedback",
+    "zero0-fp32-compressed",
+    "zero1-fp32-compressed",
+    "zero2-fp32-compressed",
+    "zero3-fp32-compressed",
+    "zero0-bf16-compressed",
+    "zero2-bf16-compressed",
+    "zero3-bf16-compressed",
+    "zero1-bf16-accumulate-fp32-compressed",
+    "pipeline-zero1-bf16-compressed",
+    "tied-layers-refused",
+    "tensor-parallelism-refused",
+)
+
+INDEXES = (
+    "index-zero0-bf16-fused",
+    "index-zero1-bf16",
+    "index-zero1-bf16-accumulate-fp32",
+    "index-zero2-fp32",
+    "index-zero3-fp32",
+    "index-zero3-bf16",
+    "index-of-slices",
+    "index-zero2-bf16-round-robin",
+    "index-pipeline-with-tied-layers",
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a launch found."""
+
+    ranks: list[dict[str, list[str]]]
+    """What did not hold in each check, for each rank."""
+    ending: list[str]
+    """If a rank failed, how the launch ended and what it printed last, until the first check that fails has said so."""
+
+    def __getitem__(self, rank: int) -> dict[str, list[str]]:
+        return self.ranks[rank]
+
+
+def launch(forks: Forks, directory: Path, checks: str, ranks: int = RANKS) -> Results:
+    """Run one set of checks on all ranks."""
+    log = directory / "log"
+    codes = forks.run(
+        "tests.cluster.deepspeed.worker", directory, checks, ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX
+    )
+    files = [directory / f"r{rank}.json" for rank in range(ranks)]
+    ending = [f"the launch ended with {codes}:\n{tail(log)}"] if any(codes) else []
+    if not all(file.exists() for file in files):
+        pytest.fail("\n".join(["before its first check", *ending]))
+    return Results([json.loads(file.read_text()) for file in files], ending)
+
+
+@pytest.fixture(scope="module")
+def replays(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("replays"), "replays")
+
+
+@pytest.fixture(scope="module")
+def edges(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("edges"), "edges")
+
+
+@pytest.fixture(scope="module")
+def resumes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("resumes"), "resumes")
+
+
+@pytest.fixture(scope="module")
+def compressed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("compressed"), "compressed")
+
+
+@pytest.fixture(scope="module")
+def indexes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("indexes"), "indexes", UNEVEN_RANKS)
+
+
+def holds(results: Results, check: str) -> None:
+    """Fails with a line for each thing that did not hold, on any rank; and, once, how the launch failed."""
+    lines = []
+    for rank, checks in enumerate(results.ranks):
+        found = checks.get(check, [f"never ran; the last one that did was {list(checks)[-1]}"])
+        lines += [f"rank {rank}: {failure}" for failure in found[:20]]
+    if lines:
+        if results.ending:
+            lines.append(results.ending.pop())
+        pytest.fail("\n".join(lines), pytrace=False)  # whole: an assertion would show its ends alone
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", REPLAYS)
+def test_load_replay_and_go_on_is_the_uninterrupted_run(replays: Results, check: str) -> None:
+    holds(replays, check)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", EDGES)
+def test_edge(edges: Results, check: str) -> None:
+    holds(edges, check)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", RESUMES)
+def test_attach_fail_attach_again_and_go_on(resumes: Results, check: str) -> None:
+    holds(resumes, check)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", COMPRESSED)
+def test_train_on_compressed_gradients_fail_and_go_on(compressed: Results, check: str) -> None:
+    holds(compressed, check)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", INDEXES)
+def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(indexes: Results, check: str) -> None:
+    """On two ranks every case of :data:`REPLAYS` tells it too."""
+    holds(indexes, check)
+
+
+def test_every_check_of_the_worker_is_listed_here(
+    replays: Results, edges: Results, resumes: Results, compressed: Results, indexes: Results
+) -> None:
+    assert set(indexes[0]) <= set(INDEXES)
+    assert set(compressed[0]) <= set(COMPRESSED)
+    assert set(resumes[0]) <= set(RESUMES)
+    assert set(replays[0]) <= set(REPLAYS)
+    assert set(edges[0]) <= set(EDGES)
