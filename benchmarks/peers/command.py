@@ -2,8 +2,8 @@
 
 One job, linear layers under AdamW, is trained once by each way, in an environment of that way's own. Blocks of steps
 with and without saving are in turns, so that a drift of the machine favours nobody. Then one version is written while
-nothing is trained, the process is killed, and another one restarts from what there is. What was restored is compared
-with what was saved, bit for bit, before any figure counts.
+nothing is trained, the process is killed, and others restart from what there is, one after another. What was restored
+is compared with what was saved, bit for bit, before any figure counts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.peers.plot import plot_peers
 from benchmarks.peers.results import Result, markdown, read_lines, results_of, table_of
 from benchmarks.peers.ways import WAYS, cleaned, delete
 from benchmarks.report import progress
+from benchmarks.waking import WAKE
 
 __all__ = ["add_command"]
 
@@ -42,6 +43,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SAMPLE_S = 0.02
 END_S_MAX = 60.0
 TABLE_WIDTH = 120
+RESTARTS = 5
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
@@ -119,11 +121,13 @@ def measured(name: str, nbytes: int, arguments: argparse.Namespace) -> list[Resu
     kind = WAYS[name]
     python = sys.executable if kind.packages is None else python_with(kind.packages, arguments.environments / name)
     directory = Path(tempfile.mkdtemp(prefix="tiercheck-peers-", dir=arguments.directory))
-    order = Order(name, str(directory), nbytes, tuple(arguments.every), arguments.blocks, arguments.block)
+    every = tuple(arguments.every)
+    wake_bytes = min(WAKE * nbytes, psutil.virtual_memory().available // 2)
+    order = Order(name, str(directory), nbytes, every, arguments.blocks, arguments.block, wake_bytes)
     try:
         with holder(python, order) if kind.holder else nullcontext(), Watch(directory) as watch:
             trained = list(launch(python, "train", order, watch))
-            restarted = list(launch(python, "restart", order, watch))
+            restarted = [line for _ in range(RESTARTS) for line in launch(python, "restart", order, watch)]
         return results_of(order, trained, restarted, watch.peak - watch.level)
     finally:
         delete(directory)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.ways import WAYS, Job, Way, hold_dlrover
+from benchmarks.waking import wake
 
 __all__ = ["Order", "main"]
 
@@ -46,6 +47,8 @@ class Order:
     every: tuple[int, ...]
     blocks: int
     block: int
+    wake_bytes: int = 0
+    """Of memory that is touched before a restart."""
 
 
 class Training:
@@ -154,6 +157,7 @@ def restart(order: Order) -> None:
     """From a process that has its model, and everything imported, to the end of its first step."""
     training = Training(order, seed=2)
     way = WAYS[order.way].make(training.job)
+    wake(order.wake_bytes)
     start = time.perf_counter()
     way.load()
     loaded = time.perf_counter()

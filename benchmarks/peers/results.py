@@ -38,7 +38,7 @@ class Result:
     durable_s: float
     """Until one whole version is on the disk, while nothing is trained."""
     restart_s: float
-    """From a process with its model to the end of its first step."""
+    """From a process with its model to the end of its first step; the median of the restarts."""
     peak_bytes: int
     """Of memory, shared memory included, beyond what training alone takes."""
     saved_bytes: int
@@ -50,9 +50,9 @@ def results_of(
 ) -> list[Result]:
     """A result for each interval. Errors: ``RuntimeError`` if another state was restored than was saved."""
     *blocks, single, last = trained
-    (again,) = restarted
-    if again["digest"] != last["digest"]:
+    if {again["digest"] for again in restarted} != {last["digest"]}:
         raise RuntimeError("what was restored is not what was saved last")
+    restart_s = statistics.median(again["load_s"] + again["first_step_s"] for again in restarted)
     found = []
     for every in dict.fromkeys(block["every"] for block in blocks):
         own = [block for block in blocks if block["every"] == every]
@@ -74,7 +74,7 @@ def results_of(
                 stall_s=round(statistics.median(stalls), 6),
                 step_ratio=round(statistics.median(ratios), 4),
                 durable_s=round(single["durable_s"], 4),
-                restart_s=round(again["load_s"] + again["first_step_s"], 4),
+                restart_s=round(restart_s, 4),
                 peak_bytes=peak_bytes,
                 saved_bytes=single["bytes"],
             )

@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import inspect
 import json
-import mmap
 import os
 import sys
 import time
@@ -29,8 +28,8 @@ import xxhash
 from benchmarks.ceilings.buffers import empty_buffer, filled_buffer
 from benchmarks.ceilings.direct import DirectFile, Shape
 from benchmarks.tiers.nvme import drop_from_cache
+from benchmarks.waking import WAKE, wake
 from tiercheck.config import CheckpointConfig
-from tiercheck.format.memory import fresh_memory
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
@@ -52,9 +51,6 @@ DEADLINE_S = 120.0
 WINDOW_BYTES = 256 << 20
 """Of each ceiling buffer: more than any cache holds. Longer states pass through it several times."""
 CHUNK_BYTES = 4 << 20
-WAKE = 4
-"""Times the state's bytes that are touched before a recovery. What it takes then need not be what was touched: with
-as much as it takes, one in two recoveries was up to eight times as long."""
 RAW = "raw"
 """The file that is read past the page cache, in the job's directory."""
 
@@ -215,14 +211,6 @@ def direct_ceiling(order: Order) -> Callable[[], float]:
     raw = DirectFile(path.parent, empty_buffer(path.stat().st_size))
     raw.read_shape = Shape(*order.shape)
     return lambda: asyncio.run(raw.read())
-
-
-def wake(nbytes: int) -> None:
-    """Touch so much memory, and let it go: the host of a virtual machine may have taken back what was free, and giving
-    it again takes longer than a recovery."""
-    memory = fresh_memory(nbytes)
-    for start in range(0, nbytes, mmap.PAGESIZE):
-        memory[start] = 1
 
 
 def drop(directory: Path) -> None:

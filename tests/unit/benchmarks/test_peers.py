@@ -22,7 +22,7 @@ def block(every: int, step: float, saved: float) -> dict[str, Any]:
 
 def test_each_interval_is_judged_by_its_own_blocks() -> None:
     blocks = [block(2, 1.0, 1.5), block(2, 2.0, 2.5), block(4, 1.0, 3.0), block(4, 1.0, 3.0)]
-    again = [{"digest": "a", "load_s": 1.0, "first_step_s": 0.25}]
+    again = [{"digest": "a", "load_s": load_s, "first_step_s": 0.25} for load_s in (1.0, 9.0, 0.5)]
     often, seldom = results_of(ORDER, [*blocks, SINGLE, {"digest": "a"}], again, 7)
     assert (often.every, often.step_s, often.stall_s) == (2, 1.5, 0.5)
     assert often.step_ratio == pytest.approx((1.25 + 2.25 / 2) / 2)
@@ -31,7 +31,7 @@ def test_each_interval_is_judged_by_its_own_blocks() -> None:
 
 
 def test_other_bits_than_were_saved_are_no_figure() -> None:
-    again = [{"digest": "b", "load_s": 1.0, "first_step_s": 0.25}]
+    again = [{"digest": digest, "load_s": 1.0, "first_step_s": 0.25} for digest in "aba"]
     with pytest.raises(RuntimeError, match="is not what was saved"):
         results_of(ORDER, [block(2, 1.0, 1.5), SINGLE, {"digest": "a"}], again, 7)
 
