@@ -45,6 +45,7 @@ END_S_MAX = 60.0
 TABLE_WIDTH = 120
 RESTARTS = 5
 VARIABLES = {
+    "PYTHONDONTWRITEBYTECODE": "",  # what is imported is compiled once, as if it had been installed
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "ROLE_NAME": "dlrover-trainer",  # as dlrover-run names its trainers, which have a saver beside them

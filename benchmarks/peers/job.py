@@ -173,13 +173,14 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def files(directory: Path) -> dict[Path, tuple[int, int]]:
-    """The size of each file, and when it was written. Old versions may go meanwhile."""
+    """The size of each file, and when it was written. Old versions, and their folders, may go meanwhile."""
     found = {}
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            told = path.stat()
-            if stat.S_ISREG(told.st_mode):
-                found[path] = (told.st_size, told.st_mtime_ns)
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names):
+            with suppress(FileNotFoundError):
+                told = path.stat()
+                if stat.S_ISREG(told.st_mode):
+                    found[path] = (told.st_size, told.st_mtime_ns)
     return found
 
 
