@@ -19,8 +19,9 @@ from tiercheck.tiers.shm.populate import populate_to_write
 
 __all__ = ["Kept", "MappedRegion", "MappedRegionCache"]
 
-POPULATED_AT_ONCE_BYTES = 4 << 20
-"""So that a cancellation is noticed within milliseconds."""
+POPULATED_AT_ONCE_BYTES = 64 << 10
+"""Meanwhile nothing else in this process can be mapped or unmapped, and training's first step maps hundreds of buffers:
+in pieces of 4 MiB it waited for each of them, and took twice as long."""
 HUGE_PAGE_BYTES = 2 << 20
 LOOKED_AT_ONCE = 8
 
