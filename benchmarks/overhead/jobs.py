@@ -26,6 +26,7 @@ from benchmarks.ceilings.child import Child
 from benchmarks.figures import Unavailable
 from benchmarks.overhead.matrix import BASE_EVERY, CODECS, MODELS, Block, BlockPair, Cell
 from benchmarks.training import Training
+from benchmarks.waking import wake
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.demo.nodes import kill_agent, remove_run_files
@@ -201,7 +202,9 @@ class Outside:
 @contextmanager
 def saved(cell: Cell, training: Training, nbytes: int, directory: Path) -> Iterator[Saving]:
     """Whatever the job had in its tiers goes at the end. ``nbytes``: of a step's gradients. Errors: ``Unavailable``."""
-    check_memory(STATES_HELD[cell.tiers] * STATE_OF_GRADIENTS * nbytes)
+    held = STATES_HELD[cell.tiers] * STATE_OF_GRADIENTS * nbytes
+    check_memory(held)
+    wake(held)
     name = f"benchmark-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         stack.callback(remove_memory, name)
