@@ -26,6 +26,7 @@ from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.stats import Stats
 from tiercheck.recovery.report import Recovery
@@ -33,6 +34,7 @@ from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.stage import PipelineStage
 from tiercheck.streams.tensors.tensor_state import TensorState
 
 __all__ = ["Checkpointer", "Stats"]
@@ -46,8 +48,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     the tiers hold what they held before. ``request``: another version to begin with. ``loading``: how a checkpoint of
     another model is loaded; by default it is refused. ``caveats``: asked after a recovery, why what follows it would
     differ from an uninterrupted run; it is approximate then. ``before_bases``: called on every rank when all of them
-    are about to make a base. Errors: ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``,
-    ``TierError``, ``GroupError``.
+    are about to make a base. ``stage``: of the pipeline, if the job is one. ``on_lost_stage``: what is done if no copy
+    of a stage is left; by default the start is refused. Errors: ``ConfigurationError``, ``Mismatch``,
+    ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
     """
 
     def __init__(
@@ -62,18 +65,21 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         loading: Loading | None = None,
         caveats: Callable[[], Sequence[str]] = tuple,
         before_bases: Callable[[], None] | None = None,
+        stage: PipelineStage | None = None,
+        on_lost_stage: LostStage | None = None,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
         refuse_other_kind("config", config, CheckpointConfig)
         refuse_other_kind("request", request, Request)
         refuse_other_kind("loading", loading, Loading)
+        refuse_other_kind("on_lost_stage", on_lost_stage, LostStage)
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._job = run(
             open_job(
-                TensorState(provider, self.config, loading),
+                TensorState(provider, self.config, loading, stage),
                 hierarchy,
                 group=BlockingGroup(group or SingleProcess()),
                 runtime=of_this_process(),
@@ -84,6 +90,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 request=request,
                 caveats=caveats,
                 before_bases=before_bases,
+                on_lost_stage=on_lost_stage,
             )
         )
 

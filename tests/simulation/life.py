@@ -22,6 +22,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.spans import spans_of
 from tiercheck.recovery.finding.node_memory import NodeMemory
 from tiercheck.replication.fold_executor import LocalFoldExecutor
@@ -222,6 +223,7 @@ class Process:
             find_agent=self._agent,
             config=self.cluster.config,
             caveats=tuple,
+            on_lost_stage=self.cluster.on_lost_stage,
         )
         self.completed = job.recorder.version
         self.cluster.check(self)
@@ -319,6 +321,7 @@ class Cluster:
         self.kill_at = (0, "")
         """The number of the call at which its process is killed, and the moment: ``before`` it, or ``after`` it."""
         self.struck = asyncio.Event()
+        self.on_lost_stage: LostStage | None = None
         self.recovered: list[int] = []
         """Per start, the version that the ranks went on from."""
 

@@ -25,18 +25,30 @@ from tiercheck.format.container import (
     shard_nbytes,
 )
 from tiercheck.format.host_state import pack
+from tiercheck.format.index.boxes import Copy, strided
+from tiercheck.format.index.logical import MASTER, LogicalIndex, LogicalTensor, whole
 from tiercheck.format.references import REFERENCES, Reference, References, read_references, referred
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
-from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, ReplayRate
+from tiercheck.streams.state import (
+    Conversion,
+    FoldShards,
+    MakeRuns,
+    Rebuilt,
+    ReplayRate,
+    StagePlace,
+    StageState,
+)
 from tiercheck.types import Fidelity
 
 __all__ = ["NumberState"]
 
 Array = NDArray[np.float32]
 SIZE = 24
+STAGES = 3
+"""If the ranks are stages of a pipeline."""
 HOST_BYTES_MAX = 256
 REFERENCES_BYTES_MAX = 256
 CHANGES_EVERY = 11
@@ -99,6 +111,9 @@ class NumberState:
     def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
         return 1, lambda: ReplayRate((1e6, 1e6), kernel=False)
 
+    def stage(self) -> StageState | None:
+        return NumberStage(self)
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{"lr": float(LEARNING_RATE)}]
 
@@ -110,6 +125,37 @@ class NumberState:
 
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         self.draw = state["draw"]
+
+
+class NumberStage:
+    """See :class:`tiercheck.streams.state.StageState`. Each rank is a stage of one layer."""
+
+    def __init__(self, state: NumberState) -> None:
+        self._state = state
+
+    @property
+    def place(self) -> StagePlace:
+        layers = ((f"{self._state.rank}", (("weight", (SIZE,)),)),)
+        return StagePlace(self._state.rank, STAGES, 0, 1, layers, shares=False, scheduled=False, kept=("frozen",))
+
+    def index(self) -> LogicalIndex:
+        tensor = LogicalTensor(f"{self._state.rank}.weight", "F32", (SIZE,), trained=True)
+        return LogicalIndex({tensor.name: tensor}, {f"{MASTER}weight": (whole(tensor),)})
+
+    def norms(self, host_state: Mapping[str, Any]) -> Sequence[float | None]:
+        return [float(host_state["draw"] % 1000)]
+
+    def clear(self) -> None:
+        self._state.weight[:] = 0
+
+    def read(self, stored: str, copy: Copy) -> bytes:
+        assert stored == f"{MASTER}weight"
+        return strided(self._state.weight[copy.source_start :], copy.lengths, copy.source_strides).tobytes()
+
+    def add(self, stored: str, copy: Copy, elements: bytes, weight: float) -> None:
+        assert stored == f"{MASTER}weight"
+        target = strided(self._state.weight[copy.target_start :], copy.lengths, copy.target_strides)
+        target += np.float32(weight) * np.frombuffer(elements, np.float32).reshape(copy.lengths)
 
 
 class Writing:

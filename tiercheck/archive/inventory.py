@@ -22,6 +22,7 @@ from tiercheck.policy.recovery.plan import Plan, Unreachable, plan
 from tiercheck.policy.recovery.spans import Span, spans_of, spans_text
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey
+from tiercheck.recovery.stages.losses import made_before
 from tiercheck.types import Survives
 
 __all__ = ["Generation", "Held", "Inventory", "Recoverable", "Stored"]
@@ -140,6 +141,10 @@ class Inventory:
             known = ", ".join(map(str, sorted(self.branches))) or "none"
             raise RecoveryError(f"there is no generation {generation} here whose record can be read: there are {known}")
         return self.past.as_of(generation)
+
+    def made_before(self, generation: int) -> tuple[str, ...]:
+        """What was made anew on the way to the generation, since no copy was left: its versions are approximate."""
+        return made_before(self.past, generation)
 
     @cached_property
     def readable(self) -> Mapping[int, tuple[RecoveryPoint, ...]]:

@@ -92,6 +92,8 @@ class StoredVersion:
             )
         part, outcome = found
         fidelity, notes = reader.reached(part, outcome)
+        if made := self.inventory.made_before(point.generation):
+            fidelity, notes = Fidelity.APPROXIMATE, (*notes, *made)
         return RankState(
             rank, point, part.base.identity, state.state, outcome.host_state, outcome.residuals, fidelity, notes
         )

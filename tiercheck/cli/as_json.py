@@ -61,6 +61,7 @@ def generation_object(generation: Generation) -> dict[str, Any]:
         "parent": branch and branch.parent,
         "left_at": branch and branch.left_at,
         "world_size": branch and branch.world_size,
+        "made_anew": list(branch.made) if branch else [],
         "counts": generation.counts,
         "until": generation.until,
         "kept_to": generation.kept_to,
@@ -138,6 +139,7 @@ def contents_object(inventory: Inventory, contents: Contents) -> dict[str, Any]:
             {"generation": generation, "until": last}
             for generation, last in inventory.lineage(contents.point.generation).chain
         ],
+        "made_anew": list(inventory.made_before(contents.point.generation)),
         "token": contents.token,
         "framework": identity.framework,
         "world_size": contents.world_size,

@@ -245,7 +245,8 @@ def generation_text(generation: Generation) -> str:
         return f"{said}: its record is missing or damaged, so that nobody knows what it belongs to"
     begun = f"from version {branch.left_at} of generation {branch.parent}" if branch.parent else "from the beginning"
     said += f", {counted(branch.world_size, 'rank')}, {begun}"
-    notes = [] if generation.counts else ["no part of the newest generation's past"]
+    notes = [f"approximate: {said}" for said in branch.made]
+    notes += [] if generation.counts else ["no part of the newest generation's past"]
     if generation.until is not None:
         notes.append(f"counts up to version {generation.until}")
     if generation.kept_to is not None:
@@ -345,6 +346,8 @@ def show_contents(console: Console, archive: Archive, contents: Contents) -> Non
     facts.add_row("is", way)
     chain = archive.inventory.lineage(point.generation).chain
     facts.add_row("lineage", " < ".join(str(each) if last is None else f"{each} to {last}" for each, last in chain))
+    for made in archive.inventory.made_before(point.generation):
+        facts.add_row("approximate", made)
     optimizer = identity.optimizer
     facts.add_row("framework", identity.framework)
     facts.add_row("model", f"{identity.model_summary} ({identity.model})")

@@ -16,6 +16,7 @@ from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.replicas import Alike, share_out
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.request import Request
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
@@ -23,6 +24,7 @@ from tiercheck.runtime.group import BlockingGroup, Group
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.stage import PipelineStage
 
 __all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached"]
 
@@ -100,12 +102,15 @@ def attach_hooks(
     request: Request | None = None,
     loading: Loading | None = None,
     replicating: Callable[[], Replicating] | None = None,
+    stage: Callable[[], PipelineStage | None] = lambda: None,
+    on_lost_stage: LostStage | None = None,
 ) -> Checkpointer:
     """A checkpointer, and the hooks that ``hook`` makes, which serve it. Collective.
 
     ``hook`` looks at the model and the optimizer, and refuses them on every rank if one rank's cannot be saved,
     before a tier is touched. ``replicating``: the hooks that it has made, if what ranks hold alike may be
-    stored by one of them. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
+    stored by one of them. ``stage``: this rank's, of a pipeline; ``on_lost_stage``: as of
+    :class:`Checkpointer`. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
     """
     made: list[Hooks] = []
 
@@ -133,6 +138,8 @@ def attach_hooks(
             loading=loading,
             caveats=hooks.caveats,
             before_bases=None if owned is None else owned.compare,
+            stage=stage(),
+            on_lost_stage=on_lost_stage,
         )
         try:
             hooks.serve(checkpointer)

@@ -51,6 +51,9 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     reached = restored.recovery if not restored.converted else None
     refers_to = restored.constants[0].key if restored.constants is not None else None
     known = anew(answers, reached.version if reached else None)
+    versions = known.versions
+    if restored.own_version is not None and restored.own_version not in versions:
+        versions = (restored.own_version, *versions)  # this rank's stage was lost, and went back alone
     absent = {tier for tier, _ in past.told[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
     unsure = past.unsure
@@ -66,7 +69,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
             held = {each for each in held if each.key.generation not in others and each.key not in staying}
             if past.is_scattered:
                 held = {source for source in held if is_own(source) or source.key.generation not in ancestors}
-            gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned, refers_to)
+            gone = superseded_at_opening(held, ranks.rank, roles, lineage, versions, sound, owned, refers_to)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])
                 log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))

@@ -50,7 +50,8 @@ async def open_on_all_ranks(
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.
         size, digest = layout.world_size, layout.digest
-        proposal = Branch(taken + 1, restored.parent, restored.version, size, token(), digest, asked, kept)
+        parent, version, made = restored.parent, restored.version, restored.made
+        proposal = Branch(taken + 1, parent, version, size, token(), digest, asked, kept, made)
         proposals = await ranks.gather("choosing the generation", partial(schema.plain, proposal))
         branch = schema.read(Branch, proposals[0])
 

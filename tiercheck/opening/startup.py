@@ -45,6 +45,7 @@ from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms
 from tiercheck.policy.first_tier import Sizes
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
@@ -54,6 +55,8 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.restorer import Restorer
+from tiercheck.recovery.stages.losses import made_before
+from tiercheck.recovery.stages.making import stage_state
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
@@ -83,6 +86,7 @@ async def open_job(
     request: Request | None = None,
     caveats: Callable[[], Sequence[str]],
     before_bases: Callable[[], None] | None = None,
+    on_lost_stage: LostStage | None = None,
 ) -> OpenedJob:
     """Restore the newest version that every rank can reach, or the one that is asked for, and begin to record what
     follows it. Collective.
@@ -97,7 +101,9 @@ async def open_job(
     try:
         config, settled = settle_policies(config, policies)
         asked = request or Request()
-        startup = _Startup(state, config, settled, asked, ranks, runtime, find_agent, fold_process, held, before_bases)
+        startup = _Startup(
+            state, config, settled, asked, ranks, runtime, find_agent, fold_process, held, before_bases, on_lost_stage
+        )
         return await startup.open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
@@ -172,6 +178,7 @@ class _Startup:
     fold_process: Callable[[Mapping[str, str]], FoldProcess] | None
     held: Resources
     before_bases: Callable[[], None] | None
+    on_lost_stage: LostStage | None
 
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
@@ -189,7 +196,8 @@ class _Startup:
         tell_folding(ranks.rank, reasons)
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
-        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
+        lost = self.on_lost_stage
+        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories, lost)
         restored = await restorer.restore()
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
@@ -220,6 +228,8 @@ class _Startup:
             tell_rooms(opened.rooms)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
+            for said in restored.made:
+                log.warning("the recovery is approximate: %s", said)
             if keeps and restored.dropped:
                 log.warning("%s", left_out(restored.parent, opened.tiers))
             if not turn and not keeps and restored.past.kept:
@@ -247,7 +257,11 @@ class _Startup:
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
             self.trained.folding(certified=False)
-        told = self.trained.layout(), str(self.request), astuple(sizes_of(stream)), sorted(self.runtime.processors)
+        asked = str(self.request)
+        if self.on_lost_stage is not None:
+            stage_state(self.trained.stage())
+            asked = " and ".join(filter(None, (asked, f"on_lost_stage={self.on_lost_stage}")))
+        told = self.trained.layout(), asked, astuple(sizes_of(stream)), sorted(self.runtime.processors)
         return _State(stream, given), told
 
     def folding(
@@ -382,9 +396,10 @@ class _Startup:
             if await brought(ranks, opened.tiers, key, references, restored.sound):
                 state.stream.refer_to(key, references)
         await recorder.begin()
-        if start.recovery is None and ranks.world_size > 1:
+        if (start.recovery is None or restored.made) and ranks.world_size > 1:
             # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
-            # come to nothing, and the next start would have to take the others' versions for a loss.
+            # come to nothing, and the next start would have to take the others' versions for a loss. So it is with a
+            # stage that was made anew.
             await recorder.finish_base()
         preparing = prepare_memory(opened.tiers.first, opened.demand, config.base_every)
         self.held.preparing = ranks.scheduler.start(preparing)
@@ -485,6 +500,8 @@ async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[
     """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
     otherwise. Under another layout every run does, and the fidelity is that of the state alone."""
     recovery = restored.recovery
+    if recovery is not None and (before := made_before(restored.past, restored.parent)):
+        recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *before))
     if recovery is not None and recovery.version > 0 and (why := caveats()):
         fidelity = recovery.fidelity if restored.converted else Fidelity.APPROXIMATE
         recovery = replace(recovery, fidelity=fidelity, notes=(*recovery.notes, *why))

@@ -40,6 +40,11 @@ class Restored:
     converted: bool = False
     """It was saved under another layout, so that ranks need each other's shards until this generation has a base."""
 
+    made: tuple[str, ...] = ()
+    """What was made anew, since no copy was left, in words; the same on all ranks."""
+    own_version: int | None = None
+    """The version that this rank has read: an older one than that of the recovery, or none, if it was lost."""
+
     @property
     def version(self) -> int:
         """The version that the state is at."""

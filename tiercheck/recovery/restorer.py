@@ -12,20 +12,17 @@ again: each of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import msgspec
-from msgspec import Raw, Struct
-
-from tiercheck import schema
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
-from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
+from tiercheck.policy.recovery.lineage import Layout, Lineage
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.plan import (
     Availability,
     Held,
@@ -40,7 +37,8 @@ from tiercheck.recovery.duration import say_expected
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey, survey
-from tiercheck.recovery.finding.told import Told, packed_others
+from tiercheck.recovery.finding.telling import tell
+from tiercheck.recovery.finding.told import Told
 from tiercheck.recovery.layouts.relayout import Relayout
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
@@ -49,6 +47,8 @@ from tiercheck.recovery.reading.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
+from tiercheck.recovery.stages.losses import OPTION, lost_in, newest_of
+from tiercheck.recovery.stages.making import StageMaking, stage_state
 from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
@@ -65,15 +65,6 @@ UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
 
 
-class _Found(Struct, frozen=True, array_like=True):
-    """What a rank tells the others of its survey."""
-
-    told: Raw
-    """A :class:`Told`, which most ranks have in common: it is read once."""
-    others: bytes
-    """See :func:`packed_others`."""
-
-
 @dataclass(frozen=True)
 class _Attempt:
     """What a rank tells the others of its part of the reading or the replay."""
@@ -85,6 +76,17 @@ class _Attempt:
     """What each tier could give it, before anything was read."""
     other_nodes: HeldByNodes = ()
     """What other nodes' memory could give it."""
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """In the place of what was verified: of this rank, which is lost, nothing is read."""
+
+    point: RecoveryPoint
+    constants: None = None
+
+
+_Part = VerifiedPart | _Nothing
 
 
 @dataclass
@@ -108,6 +110,10 @@ class Restorer:
     """What requests leave behind stays in the tiers that all ranks share."""
     memories: NodeMemories = None  # type: ignore[assignment]  # made below, of the hierarchy
     """The other nodes' memory; by default it cannot be asked."""
+    on_lost_stage: LostStage | None = None
+    """The stages of which no copy is left are made anew; by default the start is refused. The same on every rank."""
+    _making: StageMaking | None = None
+    """What is made anew in this recovery."""
     _past: Past | None = None
     _survey: Survey = field(default_factory=Survey)
     """What this rank has found, without the copies that failed."""
@@ -146,6 +152,8 @@ class Restorer:
         if self._turn is not None and self.request.fresh:
             return Restored(None, self._found, turn=self._turn)
         began = self.ranks.scheduler.time()
+        if (made := await self._restored_without_lost(began)) is not None:
+            return made
         own_tried = False
         for layout, lineage in self._found.eras or ((self._here, Lineage(())),):
             own = layout.is_like(self._here) and not own_tried
@@ -155,8 +163,40 @@ class Restorer:
                 return restored
         if self._turn is not None:
             raise unreachable(self._found, self.request)
-        self._found.check_nothing_is_lost(restart=self.restart, failed=self._unused, lacking=self._lacking)
+        if (made := await self._restored_without_lost(began)) is not None:  # of copies that were found damaged
+            return made
+        advice = OPTION if self.state.stage() is not None and lost_in(self._found) else ""
+        self._found.check_nothing_is_lost(
+            restart=self.restart, failed=self._unused, lacking=self._lacking, advice=advice
+        )
         return Restored(None, self._found)
+
+    async def _restored_without_lost(self, began: float) -> Restored | None:
+        """What the ranks come to that are not lost, with the lost stages made anew; ``None`` if no stage is lost, or it
+        is not to be made. Errors: ``RecoveryError`` if it cannot be made, and there is no other way."""
+        option, lost = self.on_lost_stage, frozenset[int]()
+        while option is not None and self._turn is None:
+            found = lost_in(self._found.without(frozenset()), option.threshold)
+            if not found or found == lost:
+                break
+            state, lost = stage_state(self.state.stage()), found
+            making = StageMaking(state, self.ranks, option, lost, partial(newest_of, self._found))
+            try:
+                await making.plan()
+            except RecoveryError as error:
+                if self._found.version() is None:
+                    raise
+                log.warning("all ranks go back: %s", error)
+                break
+            if making.has_copies:
+                copied = await self._convert(self._here, self._found.own_lineage, began)
+                if copied is not None:
+                    return copied
+            self._making, self._past = making, self._found.without(lost)
+            if (restored := await self._restore_own(began)) is not None:
+                return restored
+        self._making, self._past = None, self._found.without(frozenset())
+        return None
 
     @property
     def _here(self) -> Layout:
@@ -196,14 +236,20 @@ class Restorer:
                 self._unused = reader.copies.told()
                 return None
             best = version if best is None else best
-            part, matrix = await self._verify(reader, self._way(version))
+            own = self._version_of_own(version)
+            part, matrix = await self._verify(reader, self._way(version if own is None else own), nothing=own is None)
             if part is None:
                 continue
             touched = True
             rebuilt = await self._rebuild(reader, part)
             if rebuilt is not None:
+                made: tuple[str, ...] = ()
+                if self._making is not None:
+                    is_lost = self.ranks.rank in self._found.lost
+                    done = await self._making.make(version, None if is_lost else rebuilt.host_state)
+                    rebuilt, made = replace(rebuilt, host_state=done.host_state), done.said
                 return Restored(
-                    self._report(reader, part, await self._settle(reader, part, rebuilt), matrix, began),
+                    self._report(reader, version, await self._settle(reader, part, rebuilt, made), matrix, began),
                     self._found,
                     parent=self._found.generation(version),
                     turn=self._turn,
@@ -211,12 +257,21 @@ class Restorer:
                     sound=self._own - reader.quarantined.keys(),
                     constants=part.constants,
                     in_memory=self._turn is None and self._found.in_memory(version),
+                    made=made,
+                    own_version=own,
                 )
         raise RecoveryError(TOO_MANY_DAMAGED)
 
+    def _version_of_own(self, version: int) -> int | None:
+        """What this rank reads: the version at which the ranks meet; an older one, or nothing, if it is lost."""
+        if self._making is None or self.ranks.rank not in self._found.lost:
+            return version
+        return self._making.version_of(self.ranks.rank)
+
     def _way(self, version: int) -> RecoveryPoint:
-        """This rank's way to a version that all ranks can come to."""
-        return Readable.of(source.key for source in self._own).ways(self._found.own_lineage)[version]
+        """This rank's way to a version. Of one that it cannot come to: as if its base of that version were lost."""
+        ways = Readable.of(source.key for source in self._own).ways(self._found.own_lineage)
+        return ways.get(version) or RecoveryPoint(self._found.generation(version), version, version)
 
     @property
     def _found(self) -> Past:
@@ -292,41 +347,19 @@ class Restorer:
     async def _tell(self, what: str, look: Callable[[], Coroutine[Any, Any, Survey]], within_s: float) -> Past:
         """What every rank has found, once each has looked. Collective."""
 
-        async def found() -> _Found:
+        async def found() -> tuple[Told, Survey]:
             surveyed = await self.ranks.scheduler.call(look(), what=what, deadline_s=within_s)
             self._survey = self._survey.joined(surveyed)
-            return _Found(Raw(schema.pack(self._told())), packed_others(self._survey))
+            return self._told(), self._survey
 
-        answers: list[_Found] = await self.ranks.gather(what, found, more_s=ANSWER_S, kind=_Found)
-        told = [bytes(answer.told) for answer in answers]
-        read = {each: msgspec.msgpack.decode(each, type=Told) for each in set(told)}
-        all_told = [read[each] for each in told]
-        others = [answer.others for answer in answers]
-        lineages = await self._lineages(all_told)
-        return Past(all_told, others, lineages, self.hierarchy.roles, self._places(), self.layout)
+        told = await tell(what, found, self.ranks, more_s=ANSWER_S)
+        return Past(told.told, told.others, told.lineages, self.hierarchy.roles, self._places(), self.layout)
 
     def _told(self) -> Told:
         names = [tier.name for tier in self.hierarchy.tiers]
         return Told.of(
             self._survey, names, self.ranks.rank, self._failed, self._unusable, other_nodes=self.memories.names
         )
-
-    async def _lineages(self, told: Sequence[Told]) -> dict[int, Collection[Branch]]:
-        """The branches behind every digest that some rank tells of. Collective, unless every rank knows all."""
-        known: dict[int, Collection[Branch]] = {**self._survey.lineages}
-        first: dict[int, int] = {}
-        for rank, each in enumerate(told):
-            for digest in filter(None, each.lineages):
-                first.setdefault(digest, rank)
-        if all(first.keys() <= set(digests) for digests in {each.lineages for each in told}):
-            return known
-        own = self.ranks.rank
-
-        def tell() -> list[tuple[int, list[Branch]]]:
-            return [(each, sorted(known[each])) for each in known if first[each] == own]
-
-        answers = await self.ranks.gather("what the lineage records tell", tell, kind=list[tuple[int, list[Branch]]])
-        return {**known, **{digest: branches for answer in answers for digest, branches in answer}}
 
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
@@ -336,10 +369,11 @@ class Restorer:
         return self._survey.sources
 
     async def _verify(
-        self, reader: Reader, point: RecoveryPoint
-    ) -> tuple[VerifiedPart | None, tuple[Availability, ...]]:
-        """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give."""
-        parts: list[VerifiedPart] = []
+        self, reader: Reader, point: RecoveryPoint, *, nothing: bool = False
+    ) -> tuple[_Part | None, tuple[Availability, ...]]:
+        """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give. ``nothing``:
+        of this rank there is nothing to be read."""
+        parts: list[_Part] = []
         names, other_nodes = [tier.name for tier in self.hierarchy.tiers], self.memories.names
         everywhere = held(point, self.ranks.rank, len(names) + len(other_nodes), self._own)
         here, there = everywhere[: len(names)], zip(other_nodes, everywhere[len(names) :], strict=True)
@@ -352,6 +386,9 @@ class Restorer:
 
         async def attempt() -> bool:
             reader.state.expect()
+            if nothing:
+                parts.append(_Nothing(point))
+                return True
             within_s = self.ranks.deadline_s + READ_ANSWER_S
             reading = reader.verify(point, self._own)
             part = await self.ranks.scheduler.call(reading, what="reading the checkpoint", deadline_s=within_s)
@@ -363,11 +400,14 @@ class Restorer:
         matrix += availability_of_nodes([answer.other_nodes for answer in answers])
         return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
 
-    async def _rebuild(self, reader: Reader, part: VerifiedPart) -> Rebuilt | None:
+    async def _rebuild(self, reader: Reader, part: _Part) -> Rebuilt | None:
         """Load the base and replay; ``None`` if some rank could not: then the state is at no version."""
         done: list[Rebuilt] = []
 
         async def attempt() -> bool:
+            if isinstance(part, _Nothing):
+                done.append(Rebuilt({}))
+                return True
             own = self._own
 
             def make(threads: int) -> AsyncGenerator[Any, None]:
@@ -414,13 +454,16 @@ class Restorer:
         self._past = self._found.after(later)
         return answers
 
-    async def _settle(self, reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+    async def _settle(
+        self, reader: Reader, part: _Part, rebuilt: Rebuilt, made: tuple[str, ...]
+    ) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
-        is, which is what the worst rank reached, and why."""
+        is, which is what the worst rank reached, and why. ``made``: what was made anew."""
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
 
         def settle() -> str:
-            found.append(reader.reached(part, rebuilt))
+            made_of_others = Fidelity.APPROXIMATE, ()
+            found.append(made_of_others if isinstance(part, _Nothing) else reader.reached(part, rebuilt))
             self.state.refresh()
             with fitting(f"the host state of version {part.point.last} cannot be put back into what was attached"):
                 self.state.restore_host_state(rebuilt.host_state)
@@ -431,12 +474,12 @@ class Restorer:
         worst, (fidelity, notes) = Fidelity.worst(*everywhere), found[0]
         if worst is not fidelity:
             notes += (f"rank {everywhere.index(worst)} reached {worst}; this rank alone would be {fidelity}",)
-        return worst, notes
+        return (Fidelity.APPROXIMATE, (*made, *notes)) if made else (worst, notes)
 
     def _report(
         self,
         reader: Reader,
-        part: VerifiedPart,
+        version: int,
         fidelity_and_notes: tuple[Fidelity, tuple[str, ...]],
         matrix: tuple[Availability, ...],
         began: float,
@@ -446,7 +489,7 @@ class Restorer:
             log.warning("%s", note)
         names = [tier.name for tier in self.memories.reading.tiers]
         return Recovery(
-            point=part.point,
+            point=self._way(version),
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),
             quarantined=(
                 *sorted(self._survey.set_aside),

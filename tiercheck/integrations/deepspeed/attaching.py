@@ -35,6 +35,7 @@ from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.integrations.replicas import Alike
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, TorchGroup
 from tiercheck.streams.loading import Loading
@@ -72,15 +73,19 @@ def attach(
     generation: int | None = None,
     fresh: bool = False,
     loading: Loading | None = None,
+    on_lost_stage: LostStage | str | None = None,
 ) -> Checkpointer:
     """Restore the newest version into the engine, then save every one that follows. Collective.
 
     Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (fastest first,
     each a URL, or an object with the fields ``url``, ``name`` and ``codec`` of a :class:`~tiercheck.hierarchy.Tier`),
     ``must_survive``, ``version``, ``generation`` and ``fresh``, ``loading`` (an object with ``missing`` and
-    ``unexpected``), and the fields of :class:`CheckpointConfig`.
+    ``unexpected``), ``on_lost_stage`` (a method's name, or an object with the fields of :class:`LostStage`), and the
+    fields of :class:`CheckpointConfig`.
     ``stateful`` and ``after_step`` are as for :func:`tiercheck.integrations.torch.attach`: data loaders, averages,
-    counters; so are ``version``, ``generation``, ``fresh`` and ``loading``, which count before the block. Errors:
+    counters; so are ``version``, ``generation``, ``fresh`` and ``loading``, which count before the block.
+    ``on_lost_stage``: what is done if no copy of a stage of the pipeline is left, such as ``"neighbours"``; by default
+    the start is refused. With it each version also holds the norms of the gradients. Errors:
     ``UnsupportedSetup`` for an engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose
     ranks share parameters (tensor parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
     """
@@ -88,14 +93,18 @@ def attach(
     if hierarchy is None:
         if config is not None:
             raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
-        hierarchy, config, in_block, loading_in_block = _read(engine.config)
+        hierarchy, config, in_block, loading_in_block, lost_in_block = _read(engine.config)
         request, loading = request or in_block, loading or loading_in_block
+        on_lost_stage = lost_in_block if on_lost_stage is None else on_lost_stage
+    lost = None if on_lost_stage is None else LostStage.of(on_lost_stage)
 
     made: list[_Hooks] = []
 
     def hook() -> _Hooks:
         beside = Beside(after_step, stateful)
         provider = DeepSpeedProvider(engine, beside)
+        if lost is not None:
+            provider.measure_norms()
         refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)
@@ -103,7 +112,18 @@ def attach(
         return made[0]
 
     ranks = group or TorchGroup()
-    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading, replicating=lambda: made[0])
+    return attach_hooks(
+        hook,
+        hierarchy,
+        ranks,
+        config,
+        policies,
+        request,
+        loading,
+        replicating=lambda: made[0],
+        stage=lambda: made[0].provider.stage(),
+        on_lost_stage=lost,
+    )
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
@@ -115,7 +135,9 @@ def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Check
     return hierarchy, options
 
 
-def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig, Request, Loading]:
+def _read(
+    config: Mapping[str, Any] | str | Path,
+) -> tuple[Hierarchy, CheckpointConfig, Request, Loading, LostStage | None]:
     """As :func:`read_block`, and what the block asks for and allows."""
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text())
@@ -137,7 +159,9 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Checkpoint
     loading = options.pop("loading", {})
     if not isinstance(loading, Mapping):
         raise ConfigurationError(f'"loading" in the "{BLOCK}" block must be an object, not {loading!r}')
-    return hierarchy, CheckpointConfig.from_mapping(options), request, Loading.from_mapping(loading)
+    lost = options.pop("on_lost_stage", None)
+    found = None if lost is None else LostStage.of(lost)
+    return hierarchy, CheckpointConfig.from_mapping(options), request, Loading.from_mapping(loading), found
 
 
 def _tier_of(given: object) -> Tier:
@@ -206,8 +230,10 @@ class _Hooks:
             with self.provider.between_iterations():
                 self._iterations.over()
             self._record_skipped()
+            self.provider.after_loss.raise_rate(self.provider.groups(), self.provider.version)
         self._visited |= self.provider.visited_in_hook(optimizer)
         gradients = self.provider.gradients_in_hook(optimizer)
+        self.provider.after_loss.measure(gradients)
         if self._owned is not None:
             self._replicas.check_step()
             gradients = self._owned.before_step(gradients)
@@ -216,6 +242,7 @@ class _Hooks:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._iterations is not None and self._visited and self._visited >= self.provider.expected():
             self._visited.clear()
+            self.provider.after_loss.lower_rate(self.provider.groups())
             if self._owned is not None:
                 self._owned.stepped()
             self._iterations.stepped(self.provider.version)

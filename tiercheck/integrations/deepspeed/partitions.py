@@ -27,9 +27,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.integrations.deepspeed.after_loss import AfterLoss
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
 from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
+from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
@@ -44,6 +46,7 @@ from tiercheck.streams.tensors.provider import (
     plain_options,
     set_options,
 )
+from tiercheck.streams.tensors.stage import PipelineStage
 from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["DeepSpeedProvider", "supported"]
@@ -74,6 +77,7 @@ class DeepSpeedProvider:
         self._replaying = False
         self._between = False
         self._scheduler = EngineScheduler(engine)
+        self.after_loss = AfterLoss()
         self._at_step: dict[str, Any] | None = None
         """The engine's host state as of the last step with its tail, if the version is not published otherwise."""
         _refuse_odd_tensors(self._layout)
@@ -124,7 +128,20 @@ class DeepSpeedProvider:
         return index_of(self._engine, self._layout, self._tensors)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        return [plain_options(group) for group in self._layout.groups()]
+        return [plain_options(group) for group in self.groups()]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, live."""
+        return self._layout.groups()
+
+    def stage(self) -> PipelineStage | None:
+        """``None`` if the engine is no pipeline's."""
+        return stage_of(self._engine, self._layout, self._tensors, self.beside)
+
+    def measure_norms(self) -> None:
+        """From here on, versions hold the norms of the gradients, if the engine is a pipeline's."""
+        if isinstance(self._engine, PipelineEngine):
+            self.after_loss.norms = norms_of(self._layout, self._tensors)
 
     # What the hooks of the inner optimizer see
 
@@ -252,6 +269,7 @@ class DeepSpeedProvider:
             "loss_scale": {name: value for name, value in vars(self._scaler()).items() if name in _LOSS_SCALE},
             "sampler_epoch": getattr(self._sampler(), "epoch", None),
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
+            **self.after_loss.host_state(counters["global_steps"]),
         }
 
     def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -291,6 +309,7 @@ class DeepSpeedProvider:
             self._sampler().set_epoch(state["sampler_epoch"])
         generators = state["model_parallel_random"]
         get_cuda_rng_tracker().set_states({name: torch.from_numpy(each.copy()) for name, each in generators.items()})
+        self.after_loss.restore(state)
         self.beside.restore_generators(state)
 
     # Restoring tensors

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tiercheck.schema import Count, Generation
+from tiercheck.schema import Count, Generation, Text
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
@@ -40,6 +40,9 @@ class Branch:
     """What the user asked for at its start (:class:`tiercheck.policy.recovery.request.Request`)."""
     kept: tuple[Generation, ...] = ()
     """The generations that requests have left behind, and that stay all the same. Of some of them a part may count."""
+    made: tuple[Text, ...] = field(default=(), compare=False)
+    """What was made anew when it began, since no copy was left, in words: all that comes after is approximate. Records
+    of older releases retell a branch without it."""
 
     def __post_init__(self) -> None:
         if not self.parent < self.generation:
@@ -65,7 +68,7 @@ class Layout:
 
 
 Fields = tuple[int, int, int, int, str, str, str, tuple[int, ...]]
-"""Of a branch, in their order."""
+"""Of a branch, in their order. A reader takes no more of them than it knows, so that what comes later is told apart."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class LineageRecord(Branch):
 
     past: tuple[Fields, ...] = ()
     """The fields of each branch."""
+    past_made: tuple[tuple[Generation, tuple[Text, ...]], ...] = field(default=(), compare=False)
+    """The number, and :attr:`made`, of those of them that have it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,17 +88,19 @@ class LineageRecord(Branch):
     @classmethod
     def of(cls, branch: Branch, past: Iterable[Branch] = ()) -> LineageRecord:
         """``past``: branches that are worth telling; those that are not older than ``branch`` are left out."""
-        older = tuple(_fields(each) for each in sorted(past) if each.generation < branch.generation)
-        return cls(*_fields(branch), past=older)
+        older = [each for each in sorted(past) if each.generation < branch.generation]
+        made = tuple((each.generation, each.made) for each in older if each.made)
+        return cls(*_fields(branch), made=branch.made, past=tuple(map(_fields, older)), past_made=made)
 
     @cached_property
     def branch(self) -> Branch:
-        return Branch(*_fields(self))
+        return Branch(*_fields(self), made=self.made)
 
     @cached_property
     def told(self) -> tuple[Branch, ...]:
         """Of the generations before."""
-        return tuple(Branch(*each) for each in self.past)
+        made = dict(self.past_made)
+        return tuple(Branch(*each, made=made.get(each[0], ())) for each in self.past)
 
 
 def _fields(branch: Branch) -> Fields:

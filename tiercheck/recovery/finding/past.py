@@ -36,7 +36,7 @@ class Past:
     """``told``: by each rank, in rank order; ranks that tell the same share one value. ``others``: by rank, what
     :func:`packed_others` gives. ``lineages``: the branches that each digest stands for. ``tiers``: the hierarchy's
     roles. ``places``: where it is, in words. ``layout``: of this job, by default that of the newest generation.
-    ``counts``: what counts of it, if a request says so."""
+    ``counts``: what counts of it, if a request says so. ``lost``: ranks that the others meet without."""
 
     def __init__(
         self,
@@ -47,9 +47,12 @@ class Past:
         places: str,
         layout: Layout | None = None,
         counts: Lineage | None = None,
+        lost: frozenset[int] = frozenset(),
     ) -> None:
         self.told = tuple(told)
+        self.lost = lost
         self._different = list({id(each): each for each in told}.values())
+        self._meeting = list({id(each): each for rank, each in enumerate(told) if rank not in lost}.values())
         self._packed_others = others
         self._lineages = {digest: tuple(branches) for digest, branches in lineages.items()}
         self._tiers = tiers
@@ -69,12 +72,19 @@ class Past:
 
     def after(self, later: Mapping[int, Told]) -> Past:
         """With what some ranks tell now."""
-        told = [later.get(rank, each) for rank, each in enumerate(self.told)]
-        return Past(told, self._packed_others, self._lineages, self._tiers, self._places, self._layout, self._counts)
+        return self._with([later.get(rank, each) for rank, each in enumerate(self.told)], self._counts, self.lost)
 
     def up_to(self, counts: Lineage) -> Past:
         """With this lineage instead of the newest."""
-        return Past(self.told, self._packed_others, self._lineages, self._tiers, self._places, self._layout, counts)
+        return self._with(self.told, counts, self.lost)
+
+    def without(self, lost: frozenset[int]) -> Past:
+        """The other ranks meet without these."""
+        return self._with(self.told, self._counts, lost)
+
+    def _with(self, told: Sequence[Told], counts: Lineage | None, lost: frozenset[int]) -> Past:
+        others, lineages = self._packed_others, self._lineages
+        return Past(told, others, lineages, self._tiers, self._places, self._layout, counts, lost)
 
     # What was found
 
@@ -85,7 +95,9 @@ class Past:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        return tuple(sorted({branch for branches in self._lineages.values() for branch in branches}))
+        told = (branch for branches in self._lineages.values() for branch in branches)
+        # A record of an older release retells a branch without what was made anew in it.
+        return tuple(sorted({branch: branch for branch in sorted(told, key=lambda each: len(each.made))}.values()))
 
     @cached_property
     def lineage(self) -> Lineage:
@@ -130,7 +142,7 @@ class Past:
     def versions(self, lineage: Lineage | None = None) -> tuple[Span, ...]:
         """Those that every rank can come to, oldest first."""
         counts = self._own(self.lineage if lineage is None else lineage)
-        return common((each.reach for each in self._different), counts)
+        return common((each.reach for each in self._meeting), counts)
 
     def may_convert(self, lineage: Lineage, version: int) -> bool:
         """Whether some rank has a way to the version in what was saved under another layout. Whether all ranks can come
@@ -239,7 +251,7 @@ class Past:
         return self._version(self.lineage)
 
     def _version(self, lineage: Lineage) -> int | None:
-        return meeting((each.reach for each in self._different), self._own(lineage))
+        return meeting((each.reach for each in self._meeting), self._own(lineage))
 
     def generation(self, version: int) -> int:
         """The newest generation by whose shards some rank can come to the version."""
@@ -262,7 +274,7 @@ class Past:
     def in_memory(self, version: int | None) -> bool:
         """Whether each rank can come to the version by the tier that captures land in: that holds all that it ever
         captured, so that no other tier has anything newer of it."""
-        if version is None or self._is_cut_short(version):
+        if version is None or self.lost or self._is_cut_short(version):
             return False
         reaches = {each.in_first for each in self._different}
         return all(contain(admitted(reach, self.own_lineage), version) for reach in reaches)
@@ -341,7 +353,7 @@ class Past:
         """Errors: ``Mismatch`` if whole copies that this job cannot use lead to a newer version than ``version``."""
         if not any(each.unusable for each in self._different):
             return
-        whole = meeting((each.whole or each.reach for each in self._different), self.own_lineage)
+        whole = meeting((each.whole or each.reach for each in self._meeting), self.own_lineage)
         if whole is None or (version is not None and version >= whole):
             return
         found: dict[str, list[str]] = defaultdict(list)
@@ -380,10 +392,12 @@ class Past:
                 f"newer from {self._places} to go on from version {reached}"
             )
 
-    def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = (), lacking: str = "") -> None:
+    def check_nothing_is_lost(
+        self, *, restart: bool, failed: Sequence[str] = (), lacking: str = "", advice: str = ""
+    ) -> None:
         """The ranks cannot meet anywhere. That is fine if nothing was trained yet; else the user must say so.
         ``failed``: this rank's copies that cannot be used, and why, for the message; ``lacking``: what else tells of a
-        past.
+        past; ``advice``: what else the user may do.
 
         Errors: ``RecoveryError`` naming what was found where; with ``restart`` only if it may come back.
         """
@@ -401,9 +415,8 @@ class Past:
         what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
         if failed:
             what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
-        seen_by_others = {rank for others in self._others for _, rank, _, last in others if last > 0}
-        whole = seen_by_others | {rank for rank, each in enumerate(self.told) if each.sound > 0}
-        if seen_by_others and whole == set(range(len(self.told))):
+        whole = self.seen_by_others | {rank for rank, each in enumerate(self.told) if each.sound > 0}
+        if self.seen_by_others and whole == set(range(len(self.told))):
             raise RecoveryError(
                 f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
                 "nodes where they were; have the agents there answer, so that it is read from them; or remove what is "
@@ -414,8 +427,13 @@ class Past:
             return
         raise RecoveryError(
             f"{what}. Bring the missing tier back, or remove what is left in {self._places} to begin at version 0 "
-            '(CheckpointConfig(on_nothing_left="restart") does so by itself)'
+            f'(CheckpointConfig(on_nothing_left="restart") does so by itself){advice}'
         )
+
+    @cached_property
+    def seen_by_others(self) -> set[int]:
+        """The ranks of which another one sees something that was trained."""
+        return {rank for others in self._others for _, rank, _, last in others if last > 0}
 
     @property
     def _trained_to(self) -> int:

@@ -24,9 +24,18 @@ from tiercheck.streams.records.stream_factory import kernels_used, stream_of
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
-from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, ReplayRate, StateStream
+from tiercheck.streams.state import (
+    Conversion,
+    FoldShards,
+    MakeRuns,
+    Rebuilt,
+    ReplayRate,
+    StageState,
+    StateStream,
+)
 from tiercheck.streams.tensors.placing import placed
 from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.stage import PipelineStage, TensorStage
 from tiercheck.types import Fidelity
 
 __all__ = ["TensorReader", "TensorState"]
@@ -35,10 +44,17 @@ __all__ = ["TensorReader", "TensorState"]
 class TensorState:
     """See :class:`~tiercheck.streams.state.TrainingState`."""
 
-    def __init__(self, provider: StateProvider, config: CheckpointConfig, loading: Loading | None = None) -> None:
+    def __init__(
+        self,
+        provider: StateProvider,
+        config: CheckpointConfig,
+        loading: Loading | None = None,
+        stage: PipelineStage | None = None,
+    ) -> None:
         self._provider = provider
         self._config = config
         self._loading = loading or Loading()
+        self._stage = stage
 
     def prepare(self, codecs: Collection[str] = ()) -> None:
         config = self._config
@@ -82,6 +98,9 @@ class TensorState:
         from tiercheck.streams.rebuilding.conversion import TensorConversion  # which needs the reader below
 
         return TensorConversion(self._provider, self._loading)
+
+    def stage(self) -> StageState | None:
+        return None if self._stage is None else TensorStage(self._provider, self._stage)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return self._provider.hyperparameters()

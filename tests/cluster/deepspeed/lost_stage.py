@@ -1,0 +1,448 @@
+"""What each rank of ``test_lost_stage`` runs: pipelines that lose stages with every copy of them.
+
+Arguments: ``DIRECTORY CHECK...``; writes ``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import distributed as dist
+from torch import nn
+
+import tiercheck
+from tests.assembling import assembled
+from tests.cluster.deepspeed.harness import (
+    WIDTH,
+    Block,
+    Case,
+    First,
+    Last,
+    deepspeed,
+    differences,
+    iterate,
+    objective,
+    snapshot,
+)
+from tests.forks import join
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import NotFound, RecoveryError
+from tiercheck.format import container
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.deepspeed import attach
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
+from tiercheck.policy.neighbours import weigh
+from tiercheck.policy.recovery.lost_stage import LostStage
+from tiercheck.streams.records.differential import read_differentials
+from tiercheck.tiers.shm.namespaces import remove_namespace
+
+BASE, LOST_AT, CRASHED_AFTER, END = 3, 5, 4, 24
+FP32 = Case(0, False, accumulation=2, pipeline=True, scheduler=None)
+BF16 = Case(1, True, accumulation=2, clipping=0.3, pipeline=True)
+
+
+class Wide(Block):
+    """As many layers as a block, of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.contract = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Embedding(nn.Module):
+    """The first layer, and the last one by :func:`scores`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(61, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+def scores(layer: Embedding, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight.T
+
+
+@dataclass
+class Job:
+    """A pipeline of a stage a rank (``data``: data-parallel copies), each of ``blocks`` blocks."""
+
+    place: Path
+    case: Case
+    blocks: int = 2
+    data: int = 1
+    odd: Collection[int] = ()
+    """The stages whose blocks have other shapes."""
+    tied: bool = False
+    hierarchy: Hierarchy = field(init=False)
+
+    def __post_init__(self) -> None:
+        job = hashlib.sha256(f"{os.getppid()} {self.place}".encode()).hexdigest()[:16]
+        self.namespace = f"test-lost-{job}-{dist.get_rank()}"
+        memory = f"shm://test-lost-{job}-{{rank}}?size=64MiB"
+        self.hierarchy = Hierarchy.of(memory, f"nvme://{self.place}?survives=rack")
+        self.stages = dist.get_world_size() // self.data
+
+    def build(self, seed: int) -> Any:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        inner = [
+            LayerSpec(Wide if stage in self.odd else Block) for stage in range(self.stages) for _ in range(self.blocks)
+        ]
+        ends = [LayerSpec(First)], [LayerSpec(Last)]
+        if self.tied:
+            tied = [TiedLayerSpec("embed", Embedding, forward_fn=each) for each in (None, scores)]
+            ends = [tied[0]], [tied[1]]
+        layers = [*ends[0], *inner, *ends[1]]
+        model = PipelineModule(
+            layers, num_stages=self.stages, loss_fn=objective, base_seed=seed, partition_method="type:Block|Wide"
+        )
+        parameters = [{"params": [each for each in model.parameters() if each.requires_grad]}]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=self.case.config())
+        torch.manual_seed(seed + 100 * dist.get_rank())
+        return engine
+
+    def attach(self, engine: Any, lost: Any = None) -> Checkpointer:
+        config = CheckpointConfig(base_every=BASE, batch=1, deadline_s=60, bases="capture")
+        return attach(engine, self.hierarchy, config=config, on_lost_stage=lost)
+
+    def lose(self, *ranks: int, before: int | None = None) -> None:
+        """Every copy of what these ranks have saved, or all from version ``before`` on."""
+        dist.barrier()
+        if dist.get_rank() in ranks:
+            remove_namespace(self.namespace)
+            for folder in (self.place / f"r{dist.get_rank():05d}", self.place / "done" / f"r{dist.get_rank():05d}"):
+                if before is None:
+                    shutil.rmtree(folder)
+                else:
+                    for file in folder.rglob("*"):
+                        if file.is_file() and int(file.name[:12]) >= before:
+                            file.unlink()
+        dist.barrier()
+
+    def end(self) -> None:
+        dist.barrier()
+        with suppress(NotFound):
+            remove_namespace(self.namespace)
+
+
+def trained(engine: Any, until: int) -> list[float]:
+    losses = []
+    while engine.global_steps < until:
+        losses += iterate(engine)
+    return losses
+
+
+def refusal(job: Job, engine: Any, lost: Any = None) -> str:
+    try:
+        job.attach(engine, lost).abort()
+    except RecoveryError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def missing(text: str, *words: str) -> Iterator[str]:
+    for word in words:
+        if word not in text:
+            yield f"{word!r} is not in {text!r}"
+
+
+def life(job: Job, lost: Any, *, seed: int = 5) -> tuple[dict[str, Any], dict[Any, torch.Tensor], dict[str, float]]:
+    """Train to :data:`LOST_AT`, and end as by a crash. Returns the rank's state, all tensors of the model, and by
+    layer the squares of the norms of the last step's gradients of all ranks."""
+    engine = job.build(seed)
+    checkpointer = job.attach(engine, lost)
+    trained(engine, LOST_AT)
+    checkpointer.flush()
+    provider = DeepSpeedProvider(engine)
+    state = {**snapshot(provider), "counters": provider.host_state()["counters"]}
+    squares: list[Any] = [None] * dist.get_world_size()
+    named = {} if lost is None else checkpointer_norms(job)
+    dist.all_gather_object(squares, named)
+    whole, _ = assembled(provider)
+    checkpointer.abort()
+    return state, whole, {layer: square for each in squares for layer, square in each.items()}
+
+
+def checkpointer_norms(job: Job) -> Mapping[str, float]:
+    """By layer of this rank's stage, as the version's host state in the durable tier tells."""
+    dist.barrier()
+    with tiercheck.open(f"nvme://{job.place}") as archive:
+        found: Mapping[str, float] = archive.show(LOST_AT, rank=dist.get_rank()).host_state["gradient_norms"]
+    dist.barrier()
+    return found
+
+
+def averaged(
+    whole: Mapping[Any, torch.Tensor], sources: Collection[tuple[float, int]], layer: int
+) -> dict[str, torch.Tensor]:
+    """The weighted sum of layers, in fp32: ``sources`` are (weight, layer)."""
+    found: dict[str, torch.Tensor] = {}
+    for name, _ in whole:
+        if name.startswith(f"{layer}."):
+            rest = name.removeprefix(f"{layer}.")
+            parts = [np.float32(weight) * whole[f"{other}.{rest}", ""].numpy() for weight, other in sources]
+            found[name] = torch.from_numpy(np.sum(parts, axis=0, dtype=np.float32))
+    return found
+
+
+def made_from_both(job: Job, stage: int, whole: Any, squares: Mapping[str, float], exponent: float) -> Any:
+    """What the layers of an inner stage are to be."""
+    beside = stage - 1, stage + 1
+    layers = {each: range(1 + each * job.blocks, 1 + (each + 1) * job.blocks) for each in (*beside, stage)}
+    norms = [sum(squares[str(layer)] for layer in layers[each]) ** 0.5 for each in beside]
+    weights = weigh(norms, exponent)
+    found: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(layers[stage]):
+        found |= averaged(whole, [(w, layers[each][index]) for w, each in zip(weights, beside, strict=True)], layer)
+    return found
+
+
+def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) -> Iterable[str]:
+    """Stages are lost and made anew: survivors bit for bit, the formula, the loss, and what later starts say."""
+    rank = dist.get_rank()
+    state, whole, squares = life(job, option)
+    job.lose(*lost)
+    engine = job.build(99)
+    yield from missing(refusal(job, engine), 'on_lost_stage="neighbours"', "versions up to 5 were saved")
+    checkpointer = job.attach(engine, option)
+    provider = DeepSpeedProvider(engine)
+    recovery = checkpointer.recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity, checkpointer.generation) != (LOST_AT, "approximate", 2):
+        yield f"recovered {recovery}"
+    for stage in lost:
+        yield from missing(" ".join(recovery.notes), f"stage {stage} of {job.stages}", f"of stage {stage + 1} (norm")
+    found, _ = assembled(provider)
+    for stage in lost:
+        wanted = made_from_both(job, stage, whole, squares, exponent)
+        yield from differences(f"stage {stage}", wanted, {name: found[name, ""] for name in wanted})
+    own = {**snapshot(provider), "counters": provider.host_state()["counters"]}
+    if rank not in lost:
+        yield from differences("survivor", state, own)
+    else:
+        yield from differences("counters", state["counters"], own["counters"])
+        if any(each.get("step", 0) > 1 for each in own["optimizer_state"].values()):
+            yield f"the optimizer's state goes on: {own['optimizer_state']}"
+    low = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
+    for name, parameter in low.items():
+        yield from differences(f"low {name}", found[name, ""].to(parameter.dtype), parameter.detach())
+    rates = {}
+    for version in range(LOST_AT + 1, LOST_AT + 1 + CRASHED_AFTER):
+        before = provider.groups()[0]["lr"]
+        rates[version] = before * LostStage.of(option).rate(scheduled=engine.lr_scheduler is not None).at(len(rates))
+        iterate(engine)
+        if engine.lr_scheduler is None and provider.groups()[0]["lr"] != before:
+            yield f"the learning rate stays at {provider.groups()[0]['lr']}"
+    after = snapshot(provider)
+    checkpointer.flush()
+    checkpointer.abort()
+    yield from recorded_rates(job, rates)
+
+    engine = job.build(7)
+    checkpointer = job.attach(engine, option)
+    recovery = checkpointer.recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT + CRASHED_AFTER, "approximate"):
+        yield f"then recovered {recovery}"
+    yield from missing(" ".join(recovery.notes), f"generation 2: stage {min(lost)} of")
+    yield from differences("again", after, snapshot(DeepSpeedProvider(engine)))
+    losses = trained(engine, END)
+    if not sum(losses[-5:]) < sum(losses[:5]):
+        yield f"the loss does not come down: {losses}"
+    checkpointer.close()
+    with tiercheck.open(f"nvme://{job.place}") as archive:
+        rebuilt = archive.rebuild(rank)
+        if rebuilt.fidelity != "approximate" or made_of(archive) != tuple(recovery_notes(recovery)):
+            yield f"from outside it is {rebuilt.fidelity} {rebuilt.notes}"
+    dist.barrier()
+
+
+def made_of(archive: tiercheck.Archive) -> tuple[str, ...]:
+    branch = archive.generations[1].branch
+    return () if branch is None else branch.made
+
+
+def recovery_notes(recovery: Any) -> Iterator[str]:
+    for note in recovery.notes:
+        if note.startswith("generation 2: "):
+            yield note.removeprefix("generation 2: ")
+
+
+def recorded_rates(job: Job, wanted: Mapping[int, float]) -> Iterable[str]:
+    """The learning rate that each version was stepped with, as its differential tells."""
+    rank = dist.get_rank()
+    for version, rate in wanted.items():
+        file = job.place / f"r{rank:05d}/g000002/differential/{version:012d}-{version:012d}.safetensors"
+        content = memoryview(file.read_bytes())
+        (record,) = read_differentials(container.parse(content, key=file.name, tier="nvme"), tier="nvme")
+        if record.hyperparameters[0]["lr"] != rate:
+            yield f"version {version} was stepped with {record.hyperparameters[0]['lr']}, not {rate}"
+
+
+def check_refusals(job: Job) -> Iterable[str]:
+    """What cannot be made is refused by name, and nothing is lost by it."""
+    life(job, "neighbours")
+    last = job.stages - 1
+    dist.barrier()
+    kept = job.place.with_name(f"{job.place.name}-kept")
+    if dist.get_rank() == 0:
+        shutil.copytree(job.place, kept)
+    dist.barrier()
+
+    def lose(*ranks: int) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(job.place)
+            shutil.copytree(kept, job.place)
+        with suppress(NotFound):
+            remove_namespace(job.namespace)
+        dist.barrier()
+        if dist.get_rank() in ranks:
+            shutil.rmtree(job.place / f"r{dist.get_rank():05d}")
+        dist.barrier()
+
+    engine = job.build(1)
+    lose(0)
+    yield from missing(refusal(job, engine, "neighbours"), "stage 0 (average: it is an end stage")
+    yield from missing(refusal(job, engine, "neighbours-and-ends"), "no surviving rank has 0.embed.weight")
+    lose(1, 2)
+    yield from missing(refusal(job, engine, "neighbours"), "stage 1 (average: its neighbour 2 is lost too")
+    yield from missing(refusal(job, engine, "older-base"), "no older base of it is at hand")
+    lose(last)
+    yield from missing(refusal(job, engine, "neighbours"), f"stage {last} (average: it is an end stage")
+    lose(1)
+    odd = "stage 1 cannot be made from stage 2", "'expand.weight' differs in '3' ((128, 32)) and '5' ((32, 32))"
+    yield from missing(refusal(job, engine, "neighbours"), *odd)
+    if LOST_AT not in versions_left(job):
+        yield "a refusal has cost something"
+
+
+def versions_left(job: Job) -> list[int]:
+    dist.barrier()
+    with tiercheck.open(f"nvme://{job.place}") as archive:
+        found = sorted({key.last for tier in archive.inventory.tiers for key in tier.shards if key.rank == 3})
+    dist.barrier()
+    return found
+
+
+def check_older_base(job: Job) -> Iterable[str]:
+    """Two stages in a row, an end among them, go back to what the durable tier has; the others keep their state."""
+    rank, lost = dist.get_rank(), (2, 3)
+    option = LostStage(method="older-base", behind_max=1, learning_rate=1.0)
+    engine = job.build(5)
+    checkpointer = job.attach(engine, option)
+    states = {}
+    while engine.global_steps < LOST_AT + 3:
+        iterate(engine)
+        states[engine.global_steps] = snapshot(DeepSpeedProvider(engine))
+    counters = DeepSpeedProvider(engine).host_state()["counters"]
+    checkpointer.flush()
+    checkpointer.abort()
+    job.lose(*lost, before=LOST_AT + 1)
+    engine = job.build(99)
+    checkpointer = job.attach(engine, option)
+    recovery = checkpointer.recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT + 3, "approximate"):
+        yield f"recovered {recovery}"
+    yield from missing(" ".join(recovery.notes), "it is that of version 5", "stage 2 of", "stage 3 of")
+    wanted = states[LOST_AT if rank in lost else LOST_AT + 3]
+    found = snapshot(DeepSpeedProvider(engine))
+    for what in ("masters", "optimizer_state"):
+        yield from differences(what, wanted[what], found[what])
+    yield from differences("counters", counters, DeepSpeedProvider(engine).host_state()["counters"])
+    trained(engine, LOST_AT + 5)
+    checkpointer.close()
+
+
+def check_tied(job: Job) -> Iterable[str]:
+    """The first stage is lost: its embedding is that of the last one, which ties it, and its blocks are copies."""
+    _, whole, _ = life(job, "neighbours-and-ends")
+    job.lose(0)
+    engine = job.build(99)
+    checkpointer = job.attach(engine, "neighbours-and-ends")
+    found, _ = assembled(DeepSpeedProvider(engine))
+    own = [key for key in whole if key[0].startswith("tied_modules.")]
+    if not own:
+        yield f"nothing is tied in {list(whole)}"
+    wanted = {key[0]: whole[key] for key in own}
+    for index in range(job.blocks):
+        wanted |= averaged(whole, [(1.0, 1 + job.blocks + index)], 1 + index)
+    yield from differences("first", wanted, {name: found[name, ""] for name in wanted})
+    trained(engine, LOST_AT + 2)
+    checkpointer.close()
+
+
+def check_copies(job: Job) -> Iterable[str]:
+    """A rank is lost whose data-parallel copy is left: it is found, and nothing is made."""
+    _, whole, _ = life(job, "neighbours")
+    job.lose(1)
+    engine = job.build(99)
+    checkpointer = job.attach(engine, "neighbours")
+    recovery = checkpointer.recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT, "exact"):
+        yield f"recovered {recovery}"
+    found, _ = assembled(DeepSpeedProvider(engine))
+    yield from differences("model", whole, found)
+    checkpointer.abort()
+
+
+def checks(directory: Path) -> dict[str, Callable[[], tuple[Job, Iterable[str]]]]:
+    def of(name: str, check: Callable[..., Iterable[str]], case: Case, *arguments: Any, **options: Any) -> Any:
+        def run() -> tuple[Job, Iterable[str]]:
+            job = Job(directory / name, case, **options)
+            return job, check(job, *arguments)
+
+        return run
+
+    rate = LostStage(exponent=1.0, learning_rate=1.25, steps=2)
+    return {
+        "zero1-bf16": of("zero1-bf16", check_made, BF16, (1,), rate, 1.0),
+        "zero0-fp32": of("zero0-fp32", check_made, FP32, (2,), "neighbours", 2.0),
+        "refusals": of("refusals", check_refusals, FP32, odd=(2,)),
+        "older-base": of("older-base", check_older_base, BF16),
+        "tied": of("tied", check_tied, FP32, tied=True),
+        "copies": of("copies", check_copies, FP32, data=2),
+        "six-stages": of("six-stages", check_made, FP32, (1, 3), LostStage(steps=3), 2.0, blocks=1),
+    }
+
+
+def main() -> None:
+    directory, chosen = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    join(timeout=timedelta(seconds=60))
+    deepspeed.init_distributed(dist_backend="gloo")
+    results: dict[str, list[str]] = {}
+    every = checks(directory)
+    for name in chosen:
+        try:
+            job, found = every[name]()
+            results[name] = list(found)
+            job.end()
+        except BaseException:  # the other ranks may wait for this one in a collective: end all
+            results[name] = [traceback.format_exc()]
+            raise
+        finally:
+            (directory / f"r{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

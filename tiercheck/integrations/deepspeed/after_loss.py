@@ -1,0 +1,60 @@
+"""What a pipeline keeps for the case that a stage is lost, and what a recovery from that leaves behind for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiercheck.recovery.stages.making import RAISED_RATE
+from tiercheck.streams.tensors.stage import GradientNorms
+
+__all__ = ["AfterLoss"]
+
+
+class AfterLoss:
+    """The norms of the last step's gradients, and the learning rate that is raised after a stage was made anew.
+
+    The rate is raised for the step alone, and put back behind it: a schedule, and whatever else reads and moves the
+    options, knows nothing of it. Each version's record holds the raised rate, so that it is replayed as it was.
+    """
+
+    def __init__(self) -> None:
+        self.norms: GradientNorms | None = None
+        """``None``: they are not measured."""
+        self._raised: Mapping[str, Any] | None = None
+        self._before: list[Any] = []
+        """By parameter group, the rate during a step that takes a raised one."""
+
+    def measure(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """The gradients of the coming step, or of a part of it."""
+        if self.norms is not None:
+            self.norms.measure(gradients)
+
+    def raise_rate(self, groups: Sequence[dict[str, Any]], version: int) -> None:
+        """The step of ``version`` begins."""
+        if self._raised is None or version > self._raised["until"] or self._before:
+            return
+        self._before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self._raised["factor"]
+
+    def lower_rate(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The step is done."""
+        for group, rate in zip(groups, self._before, strict=False):
+            group["lr"] = rate
+        self._before = []
+
+    def host_state(self, version: int) -> dict[str, Any]:
+        """As of the end of ``version``."""
+        found = {} if self.norms is None else self.norms.host_state()
+        raised = self._raised is not None and version < self._raised["until"]
+        return {**found, RAISED_RATE: self._raised} if raised else found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`host_state` returned."""
+        self._raised = state.get(RAISED_RATE)
+        self._before = []
+        if self.norms is not None:
+            self.norms.restore(state)

@@ -1,0 +1,1 @@
+"""Lost stages of a pipeline, made anew."""

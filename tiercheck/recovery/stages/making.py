@@ -1,0 +1,265 @@
+"""Stages of a pipeline that are made anew, since no copy of them is left: of what, and the making itself.
+
+:class:`StageMaking` is used by a recovery (:mod:`tiercheck.recovery.restorer`) in two steps. :meth:`StageMaking.plan`
+comes before anything is read: what cannot be made is refused then, and the state is as it was. :meth:`StageMaking.make`
+comes when the other ranks are at the version at which they meet: their masters are brought to the lost ranks, in rounds
+of bounded length (:mod:`tiercheck.recovery.stages.transfers`).
+
+What is not made of the neighbours: the optimizer's state of a stage that was averaged or copied begins anew, as the
+script made it. So does what no optimizer updates (frozen parameters, buffers). The host state (counters, schedule, loss
+scale, random generators, ``stateful=``) is that of the nearest surviving stage's rank in the same column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.format.index.assemble import Holdings
+from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.index.message import plain_index, read_index
+from tiercheck.policy.neighbours import Layer, Method, Substitute, check_layers, substitutes
+from tiercheck.policy.recovery.lost_stage import LostStage
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.report import named
+from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange
+from tiercheck.streams.state import StagePlace, StageState
+
+__all__ = ["RAISED_RATE", "Made", "StageMaking", "stage_state"]
+
+RAISED_RATE = "raised_rate"
+"""In a version's host state, while the learning rate is raised after a recovery: the factor, and the last version."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What has come of it on this rank."""
+
+    host_state: Mapping[str, Any]
+    """To be put back."""
+    said: tuple[str, ...]
+    """What was made of what, in words, a stage each. The same on all ranks."""
+
+
+class StageMaking:
+    """Makes what the ranks ``lost`` held. ``newest_of``: the newest version that these ranks can come to."""
+
+    def __init__(
+        self,
+        state: StageState,
+        ranks: Ranks,
+        option: LostStage,
+        lost: frozenset[int],
+        newest_of: Callable[[Iterable[int]], int | None],
+    ) -> None:
+        self._state = state
+        self._ranks = ranks
+        self._option = option
+        self.lost = lost
+        self._newest_of = newest_of
+        self._places: list[StagePlace] = []
+        self._planned: tuple[Substitute, ...] = ()
+        self._indexes: Mapping[int, LogicalIndex] = {}
+        """By rank, what it holds, of those that are made, and those that something may be taken of."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether ranks that are left may hold all that the lost ones held: data-parallel copies."""
+        stages = [self._places[rank] for rank in self.lost]
+        return all(place.copies > len(self._lost_of(place.stage)) for place in stages)
+
+    # Before anything is read
+
+    async def plan(self) -> None:
+        """Decide of what each lost stage is made. Collective. Errors: ``RecoveryError`` naming what cannot be made, and
+        why."""
+        self._places = await self._ranks.gather(
+            "the stages of the pipeline", lambda: self._state.place, kind=StagePlace
+        )
+        if len({place.stages for place in self._places}) > 1:
+            raise RecoveryError("the ranks are stages of pipelines of different lengths: no lost stage can be made")
+        self._planned = self._substitutes({}, exponent=0.0)
+        self._indexes = await self._told_indexes()
+        self._contributions()
+
+    def version_of(self, rank: int) -> int | None:
+        """The version that a lost rank goes back to by itself; ``None``: it is made of others."""
+        each = self._substitute(rank)
+        return each.base if each.method is Method.ROLL_BACK else None
+
+    def _substitute(self, rank: int) -> Substitute:
+        return next(each for each in self._planned if each.stage == self._places[rank].stage)
+
+    def _substitutes(self, norms: Mapping[int, float | None], exponent: float) -> tuple[Substitute, ...]:
+        lost = sorted({self._places[rank].stage for rank in self.lost})
+        bases = {stage: self._newest_of(self._lost_of(stage)) for stage in lost}
+        found = substitutes(
+            self._stages,
+            lost,
+            norms,
+            methods=self._option.methods,
+            exponent=exponent,
+            bases={stage: [version] for stage, version in bases.items() if version is not None},
+        )
+        for each in found:
+            if each.shares:
+                check_layers(each, {stage: self._layers(each, stage) for stage in (each.stage, *_shared(each))})
+        return found
+
+    @property
+    def _stages(self) -> int:
+        return self._places[0].stages
+
+    def _of_stage(self, stage: int) -> list[int]:
+        return [rank for rank, place in enumerate(self._places) if place.stage == stage]
+
+    def _lost_of(self, stage: int) -> list[int]:
+        return [rank for rank in self._of_stage(stage) if rank in self.lost]
+
+    def _layers(self, substitute: Substitute, stage: int) -> list[Layer]:
+        """The layers of a stage that are averaged, or copied. An end stage has others besides (embedding, head): those
+        whose like the other stages concerned do not have."""
+        own = self._all_layers(stage)
+        if 0 < stage < self._stages - 1:
+            return own
+        others = [each for each in (substitute.stage, *_shared(substitute)) if each != stage]
+        known = {each.shapes for other in others for each in self._all_layers(other)}
+        return [each for each in own if each.shapes in known] or own
+
+    def _all_layers(self, stage: int) -> list[Layer]:
+        return [Layer(name, shapes) for name, shapes in self._places[self._of_stage(stage)[0]].layers]
+
+    # The other ranks are at the version
+
+    async def make(self, version: int, host_state: Mapping[str, Any] | None) -> Made:
+        """Make what is lost. ``host_state``: of the version, of a rank that is not lost. Collective. Errors:
+        ``RecoveryError``; those of the group."""
+        norms, exponent = await self._norms(host_state)
+        self._planned = self._substitutes(norms, exponent)
+        planned = self._contributions()
+        is_made = self._ranks.rank in self.lost and self.version_of(self._ranks.rank) is None
+        if is_made:
+            self._state.clear()
+        await exchange(planned, self._state, self._ranks)
+        taken = await self._host_states(host_state)
+        rate = self._option.rate(scheduled=any(place.scheduled for place in self._places))
+        said = tuple(self._said(each, version, exponent) for each in self._planned)
+        if rate.factor != 1 and rate.steps:
+            taken = {**taken, RAISED_RATE: {"factor": rate.factor, "until": version + rate.steps}}
+            said += (f"the learning rate is raised by a factor of {rate.factor:g} for {rate.steps} steps",)
+        return Made(taken, said)
+
+    async def _norms(self, host_state: Mapping[str, Any] | None) -> tuple[dict[int, float | None], float]:
+        """By stage, the norm of its last gradient, of the layers that go into a lost stage; and the exponent. If one is
+        not known, all weigh alike."""
+        state = self._state
+        tell = lambda: None if host_state is None else list(state.norms(host_state))  # noqa: E731
+        told: list[list[float | None] | None] = await self._ranks.gather("the norms of the last gradients", tell)
+        norms: dict[int, float | None] = {}
+        for each in self._planned:
+            for stage in _shared(each):
+                counted = {layer.name for layer in self._layers(each, stage)}
+                norms[stage] = self._norm(stage, counted, told)
+        known = all(each is not None for each in norms.values())
+        return norms, self._option.exponent if known else 0.0
+
+    def _norm(self, stage: int, counted: Collection[str], told: Sequence[list[float | None] | None]) -> float | None:
+        squares: list[float | None] = []
+        for rank in self._of_stage(stage):
+            of_rank = told[rank] or [None]
+            names = [name for name, _ in self._places[rank].layers]
+            squares += [square for name, square in zip(names, of_rank, strict=False) if name in counted]
+        if not squares or any(square is None for square in squares):
+            return None
+        total = math.fsum(square for square in squares if square is not None)
+        return math.sqrt(total / self._places[self._of_stage(stage)[0]].copies)
+
+    async def _told_indexes(self) -> dict[int, LogicalIndex]:
+        """By rank, what it holds: of those that are made, and those that something may be taken of."""
+        made = [each for each in self._planned if each.method is not Method.ROLL_BACK]
+        concerned = {stage for each in made for stage in (each.stage, *_shared(each))}
+        own = self._places[self._ranks.rank]
+        tells = bool(made) and (own.stage in concerned or own.shares)
+        told = await self._ranks.gather(
+            "what the stages hold", lambda: plain_index(self._state.index()) if tells else None
+        )
+        return {rank: read_index(each) for rank, each in enumerate(told) if each is not None}
+
+    def _contributions(self) -> list[Contribution]:
+        """Errors: ``RecoveryError`` naming what no rank has that is left."""
+        indexes = self._indexes
+        left = Holdings({rank: each for rank, each in indexes.items() if rank not in self.lost})
+        held = {
+            stage: Holdings({rank: indexes[rank] for rank in self._of_stage(stage)})
+            for each in self._planned
+            if each.method is not Method.ROLL_BACK
+            for stage in _shared(each)
+        }
+        planned: list[Contribution] = []
+        for each in self._planned:
+            if each.method is Method.ROLL_BACK:
+                continue
+            ingredients = [
+                Ingredient(share.weight, self._names(each, share.stage), held[share.stage])
+                for share in each.shares
+                if share.weight
+            ]
+            for rank in self._lost_of(each.stage):
+                planned += contributions(rank, indexes[rank], left, ingredients)
+        return planned
+
+    def _names(self, substitute: Substitute, stage: int) -> dict[str, str]:
+        """By the name of a tensor of the lost stage, the one that takes its place in another stage."""
+        pairs = zip(self._layers(substitute, substitute.stage), self._layers(substitute, stage), strict=True)
+        return {f"{own.name}.{each}": f"{other.name}.{each}" for own, other in pairs for each, _ in own.shapes}
+
+    def _nearest(self, rank: int) -> int:
+        """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two."""
+        place = self._places[rank]
+        left = [each for each in range(len(self._places)) if each not in self.lost]
+        column = [each for each in left if self._places[each].column == place.column] or left
+        return min(column, key=lambda each: (abs(self._places[each].stage - place.stage), self._places[each].stage))
+
+    async def _host_states(self, host_state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """This rank's, or that of the nearest one."""
+        sources = {self._nearest(rank) for rank in self.lost}
+        tells = self._ranks.rank in sources
+        told = await self._ranks.gather("the host state of the nearest stages", lambda: host_state if tells else None)
+        if self._ranks.rank not in self.lost and host_state is not None:
+            return host_state
+        taken: Mapping[str, Any] = told[self._nearest(self._ranks.rank)]
+        return taken
+
+    def _said(self, each: Substitute, version: int, exponent: float) -> str:
+        lost = self._lost_of(each.stage)
+        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        began = f"stage {each.stage} of {self._stages} ({ranks}) was lost with every copy, and at version {version}"
+        host = f"the host state is that of rank{'s' if len(lost) > 1 else ''} " + ", ".join(
+            str(self._nearest(rank)) for rank in lost
+        )
+        if each.method is Method.ROLL_BACK:
+            return f"{began} it is that of version {each.base}, its optimizer's state too; {host}"
+        parts = " and ".join(
+            f"{share.weight:.6g} of stage {share.stage}" + ("" if share.norm is None else f" (norm {share.norm:.6g})")
+            for share in each.shares
+        )
+        why = f", norms to the power of {exponent:g}" if exponent else ""
+        if not exponent and self._option.exponent and len(each.shares) > 1:
+            why = ", alike, since the version does not hold the gradients' norms"
+        kept = sorted({name for rank in lost for name in self._places[rank].kept})
+        more = f"; what no optimizer updates is as the script made it ({named(kept)})" if kept else ""
+        return f"{began} it is made of {parts}{why}; its optimizer's state begins anew, and {host}{more}"
+
+
+def _shared(each: Substitute) -> tuple[int, ...]:
+    return tuple(share.stage for share in each.shares)
+
+
+def stage_state(state: StageState | None) -> StageState:
+    """Errors: ``ConfigurationError`` if there are no stages."""
+    if state is None:
+        raise ConfigurationError("on_lost_stage is for pipelines, and this job has no stages: leave it out")
+    return state

@@ -1,0 +1,130 @@
+"""One rank's part of a pipeline, for the case that a stage is lost with every copy of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.format.index.boxes import Copy
+from tiercheck.format.index.logical import MASTER, LogicalIndex, Padding, Shape
+from tiercheck.streams.state import StagePlace
+from tiercheck.streams.tensors.provider import StateProvider, extras_of
+
+__all__ = ["GradientNorms", "PipelineStage", "TensorStage"]
+
+NORMS = "gradient_norms"
+"""In a version's host state: by layer, the sum of the squares of what the rank held of the step's gradient."""
+NOT_KNOWN = math.nan
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """What an integration says of the rank's stage. Fields: as of :class:`~tiercheck.streams.state.StagePlace`."""
+
+    stage: int
+    stages: int
+    column: int
+    copies: int
+    layers: Mapping[str, Mapping[str, Shape]]
+    shares: bool
+    scheduled: bool
+
+
+class TensorStage:
+    """See :class:`~tiercheck.streams.state.StageState`. Of the stage of a provider."""
+
+    def __init__(self, provider: StateProvider, stage: PipelineStage) -> None:
+        self._provider = provider
+        self._stage = stage
+
+    @property
+    def place(self) -> StagePlace:
+        each = self._stage
+        layers = tuple((name, tuple(parameters.items())) for name, parameters in each.layers.items())
+        kept = tuple(sorted(extras_of(self._provider)))
+        return StagePlace(each.stage, each.stages, each.column, each.copies, layers, each.shares, each.scheduled, kept)
+
+    def index(self) -> LogicalIndex:
+        found = self._provider.index()
+        stored = {name: pieces for name, pieces in found.stored.items() if name.startswith(MASTER)}
+        held = {piece.tensor for pieces in stored.values() for piece in pieces if not isinstance(piece, Padding)}
+        return LogicalIndex({name: each for name, each in found.tensors.items() if name in held}, stored)
+
+    def norms(self, host_state: Mapping[str, Any]) -> Sequence[float | None]:
+        known = host_state.get(NORMS, {})
+        found = [known.get(layer, NOT_KNOWN) for layer in self._stage.layers]
+        return [each if isinstance(each, float) and math.isfinite(each) else None for each in found]
+
+    def clear(self) -> None:
+        with torch.no_grad():
+            for master in self._provider.masters().values():
+                master.zero_()
+
+    def read(self, stored: str, copy: Copy) -> bytes:
+        elements = self._view(stored, copy.lengths, copy.source_start, copy.source_strides)
+        return bytes(elements.to("cpu", torch.float32).contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def add(self, stored: str, copy: Copy, elements: bytes, weight: float) -> None:
+        target = self._view(stored, copy.lengths, copy.target_start, copy.target_strides)
+        values = torch.frombuffer(bytearray(elements), dtype=torch.float32).view(copy.lengths)
+        with torch.no_grad():
+            target.add_(values.mul_(weight).to(target.device, target.dtype))
+
+    def _view(self, stored: str, lengths: Shape, start: int, strides: Shape) -> torch.Tensor:
+        """Errors: ``UnsupportedSetup`` for a master whose elements are not in their order."""
+        master = self._provider.masters()[stored.removeprefix(MASTER)]
+        if not master.is_contiguous():
+            raise UnsupportedSetup(f"the master {stored} is not contiguous, and cannot be made of other stages")
+        return master.as_strided(lengths, strides, master.storage_offset() + start)
+
+
+class GradientNorms:
+    """The gradient's norm by layer, measured in the step. One read of the rank's gradients; nothing is copied.
+
+    ``parts``: by master, the layers of which it holds elements, each with the first and the one behind the last.
+    """
+
+    def __init__(self, layers: Iterable[str], parts: Mapping[str, Sequence[tuple[str, int, int]]]) -> None:
+        self._parts = parts
+        self._squares: dict[str, list[tuple[str, float]]] = {}
+        """By master, of the last step that visited it."""
+        self._known = dict.fromkeys(layers, NOT_KNOWN)
+
+    def measure(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of a step, or of a part of it."""
+        for name, gradient in gradients.items():
+            flat = gradient.reshape(-1)
+            self._squares[name] = [
+                (layer, float(torch.linalg.vector_norm(flat[start:stop])) ** 2)
+                for layer, start, stop in self._parts.get(name, ())
+            ]
+
+    def host_state(self) -> dict[str, Any]:
+        """What a version says of its last step; of a layer that has not been stepped yet, no number."""
+        if self._squares:
+            self._known = dict.fromkeys(self._known, 0.0)
+            for layer, square in (each for found in self._squares.values() for each in found):
+                self._known[layer] += square
+        return {NORMS: dict(self._known)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what a version's host state says, as far as it is of this stage's layers."""
+        known = state.get(NORMS, {})
+        self._squares = {}
+        self._known = {layer: known.get(layer, NOT_KNOWN) for layer in self._known}
+
+
+def runs_of(layers: Iterable[tuple[str | None, int]]) -> Iterator[tuple[str, int, int]]:
+    """The rows of elements of one layer each, from consecutive spans: their layer (``None``: padding) and length."""
+    start, begun, current = 0, 0, None
+    for layer, length in [*layers, (None, 0)]:
+        if layer != current:
+            if current is not None:
+                yield current, begun, start
+            begun, current = start, layer
+        start += length
