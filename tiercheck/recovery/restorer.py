@@ -181,6 +181,9 @@ class Restorer:
                 break
             state, lost = stage_state(self.state.stage()), found
             making = StageMaking(state, self.ranks, option, lost, partial(newest_of, self._found))
+            await making.look()
+            if making.has_copies and (copied := await self._convert_own(began)) is not None:
+                return copied
             try:
                 await making.plan()
             except RecoveryError as error:
@@ -188,10 +191,6 @@ class Restorer:
                     raise
                 log.warning("all ranks go back: %s", error)
                 break
-            if making.has_copies:
-                copied = await self._convert(self._here, self._found.own_lineage, began)
-                if copied is not None:
-                    return copied
             self._making, self._past = making, self._found.without(lost)
             if (restored := await self._restore_own(began)) is not None:
                 return restored
@@ -215,6 +214,11 @@ class Restorer:
         recovery = replace(converted.recovery, quarantined=quarantined)
         parent, residuals = converted.parent, converted.residuals
         return Restored(recovery, self._found, parent, self._turn, residuals, converted=True)
+
+    async def _convert_own(self, began: float) -> Restored | None:
+        """As if this job had another layout than the one that saved: of several ranks that hold the same, one will do.
+        """
+        return await self._convert(self._here, self._found.own_lineage, began)
 
     async def _restore_own(self, began: float) -> Restored | None:
         """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""

@@ -28,6 +28,8 @@ from torch import nn
 import tiercheck
 from tests.assembling import assembled
 from tests.cluster.deepspeed.harness import (
+    LENGTH,
+    VOCABULARY,
     WIDTH,
     Block,
     Case,
@@ -35,7 +37,6 @@ from tests.cluster.deepspeed.harness import (
     Last,
     deepspeed,
     differences,
-    iterate,
     objective,
     snapshot,
 )
@@ -129,13 +130,12 @@ class Job:
         dist.barrier()
         if dist.get_rank() in ranks:
             remove_namespace(self.namespace)
-            for folder in (self.place / f"r{dist.get_rank():05d}", self.place / "done" / f"r{dist.get_rank():05d}"):
-                if before is None:
-                    shutil.rmtree(folder)
-                else:
-                    for file in folder.rglob("*"):
-                        if file.is_file() and int(file.name[:12]) >= before:
-                            file.unlink()
+            shards, markers = (self.place / where / f"r{dist.get_rank():05d}" for where in (".", "done"))
+            for file in shards.rglob("*.safetensors"):
+                if before is None or int(file.name[:12]) >= before:
+                    file.unlink()
+            if before is None:
+                shutil.rmtree(markers, ignore_errors=True)  # without a base of it there are none
         dist.barrier()
 
     def end(self) -> None:
@@ -144,10 +144,18 @@ class Job:
             remove_namespace(self.namespace)
 
 
+def iterate(engine: Any) -> float:
+    """One iteration on batches that are always the same: a model of this size learns them by heart."""
+    data = torch.Generator().manual_seed(1)
+    shape, factor = (2, LENGTH), torch.ones(2, 1)
+    batches = [torch.randint(VOCABULARY, shape, generator=data) for _ in range(engine.gradient_accumulation_steps())]
+    return float(engine.train_batch(data_iter=iter([(tokens, (tokens, factor)) for tokens in batches])))
+
+
 def trained(engine: Any, until: int) -> list[float]:
     losses = []
     while engine.global_steps < until:
-        losses += iterate(engine)
+        losses.append(iterate(engine))
     return losses
 
 
@@ -266,7 +274,7 @@ def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) ->
     yield from missing(" ".join(recovery.notes), f"generation 2: stage {min(lost)} of")
     yield from differences("again", after, snapshot(DeepSpeedProvider(engine)))
     losses = trained(engine, END)
-    if not sum(losses[-5:]) < sum(losses[:5]):
+    if not losses[-1] < 0.8 * losses[0]:
         yield f"the loss does not come down: {losses}"
     checkpointer.close()
     with tiercheck.open(f"nvme://{job.place}") as archive:
@@ -393,17 +401,20 @@ def check_tied(job: Job) -> Iterable[str]:
 
 
 def check_copies(job: Job) -> Iterable[str]:
-    """A rank is lost whose data-parallel copy is left: it is found, and nothing is made."""
-    _, whole, _ = life(job, "neighbours")
+    """A rank is lost whose data-parallel copy is left: it is found, and nothing is made. Its generators are lost."""
+    state, whole, _ = life(job, "neighbours")
     job.lose(1)
     engine = job.build(99)
     checkpointer = job.attach(engine, "neighbours")
     recovery = checkpointer.recovery
     assert recovery is not None
-    if (recovery.version, recovery.fidelity) != (LOST_AT, "exact"):
+    if (recovery.version, recovery.fidelity) != (LOST_AT, "approximate"):
         yield f"recovered {recovery}"
+    if dist.get_rank() == 1:
+        yield from missing(" ".join(recovery.notes), "what rank 1 alone had at version 5 (random generators")
     found, _ = assembled(DeepSpeedProvider(engine))
     yield from differences("model", whole, found)
+    yield from differences("moments", state["optimizer_state"], snapshot(DeepSpeedProvider(engine))["optimizer_state"])
     checkpointer.abort()
 
 

@@ -65,22 +65,24 @@ class StageMaking:
         self._indexes: Mapping[int, LogicalIndex] = {}
         """By rank, what it holds, of those that are made, and those that something may be taken of."""
 
+    # Before anything is read
+
+    async def look(self) -> None:
+        """Learn the stages of the pipeline. Collective. Errors: ``RecoveryError``."""
+        doing = "the stages of the pipeline"
+        self._places = await self._ranks.gather(doing, lambda: self._state.place, kind=StagePlace)
+        if len({place.stages for place in self._places}) > 1:
+            raise RecoveryError("the ranks are stages of pipelines of different lengths: no lost stage can be made")
+
     @property
     def has_copies(self) -> bool:
         """Whether ranks that are left may hold all that the lost ones held: data-parallel copies."""
         stages = [self._places[rank] for rank in self.lost]
         return all(place.copies > len(self._lost_of(place.stage)) for place in stages)
 
-    # Before anything is read
-
     async def plan(self) -> None:
         """Decide of what each lost stage is made. Collective. Errors: ``RecoveryError`` naming what cannot be made, and
         why."""
-        self._places = await self._ranks.gather(
-            "the stages of the pipeline", lambda: self._state.place, kind=StagePlace
-        )
-        if len({place.stages for place in self._places}) > 1:
-            raise RecoveryError("the ranks are stages of pipelines of different lengths: no lost stage can be made")
         self._planned = self._substitutes({}, exponent=0.0)
         self._indexes = await self._told_indexes()
         self._contributions()
