@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.checkfree.mending import BASELINES, STRATEGIES, Bases, Strategy, mend
-from benchmarks.checkfree.pipeline import RECORDED, STAGES, Held, Pipeline, SetUp
-from benchmarks.checkfree.trace import RATES, Trace, hard_trace, plain_trace
+from benchmarks.checkfree.pipeline import STAGES, Held, Pipeline, SetUp
+from benchmarks.checkfree.trace import RATES, Trace, hard_trace, one_loss, plain_trace
+from tiercheck.policy.neighbours import Method
 
-__all__ = ["MODELS", "Part", "parts", "run_part", "run_parts"]
+__all__ = ["MODELS", "Part", "parts", "run_parts", "single_parts"]
 
 MODELS = {
     "3M": SetUp("3M", width=144, heads=4, seed=0, steps=1500),
@@ -38,6 +40,13 @@ MODELS = {
 AT_ALL_RATES = ("checkfree", "checkfree+", "roll-back")
 MIDDLE = "10%"
 AT_THE_MIDDLE_RATE = ("copy", "random", "exponent 0", "exponent 1", "moments", "by layer", "fitted", "distilled")
+LOSSES = ((2,), (0,), (2, 3), (4,))
+"""What is lost at once where there is one failure alone, each in a training of its own."""
+SINGLE_AT = 4 / 5
+"""Of a training's steps, where that failure is: in the middle between two bases."""
+AFTER = (0, 10, 25, 50)
+"""Steps after that failure at which the loss is validated."""
+
 ALONE = "-"
 """The rate of a training without failures."""
 SMOOTHED = 25
@@ -51,6 +60,18 @@ class Part:
     setup: SetUp
     strategy: Strategy
     trace: Trace
+
+    @property
+    def end(self) -> int:
+        """After which step the training ends."""
+        return min(self.setup.steps, self.trace.until or self.setup.steps)
+
+    @property
+    def validated(self) -> set[int]:
+        """The steps after which the loss is validated."""
+        if self.trace.until is not None:
+            return {at + after for at in self.trace.lost for after in AFTER}
+        return {*range(0, self.setup.steps, self.setup.validate_every), self.setup.steps}
 
     @property
     def key(self) -> dict[str, Any]:
@@ -76,8 +97,7 @@ def parts(model: str, seeds: Sequence[int], *, rates: Sequence[str] = tuple(RATE
     setups = [replace(MODELS[model], seed=seed) for seed in seeds]
 
     def add(name: str, rate: str, *, hard: bool = False) -> None:
-        for setup in setups:
-            found.append(Part(setup, STRATEGIES[name], trace_of(setup, rate, hard=hard)))
+        found.extend(Part(setup, STRATEGIES[name], trace_of(setup, rate, hard=hard)) for setup in setups)
 
     for baseline in BASELINES:
         add(baseline.name, ALONE)
@@ -98,72 +118,129 @@ def trace_of(setup: SetUp, rate: str, *, hard: bool = False) -> Trace:
     return (hard_trace if hard else plain_trace)(rate, seed=setup.seed, steps=setup.steps, stages=STAGES)
 
 
+def single_parts(model: str, seeds: Sequence[int]) -> list[Part]:
+    """One failure alone, late in the training, by each strategy that has an answer to it, and none beside them."""
+    found = []
+    for seed in seeds:
+        setup = replace(MODELS[model], seed=seed)
+        at = int(setup.steps * SINGLE_AT) // setup.base_every * setup.base_every + setup.base_every // 2
+        for lost in ((), *LOSSES):
+            trace = one_loss(lost, at=at, later=min(AFTER[-1], setup.steps - at))
+            candidates = STRATEGIES.values() if lost else BASELINES
+            found += [Part(setup, each, trace) for each in candidates if not lost or mends(each, lost)]
+    return found
+
+
+def mends(strategy: Strategy, lost: tuple[int, ...]) -> bool:
+    """Whether a strategy has an answer to the loss of these stages."""
+    if strategy in BASELINES or strategy.struck(lost) != lost:
+        return False
+    return Method.ROLL_BACK in strategy.methods or len(lost) == 1
+
+
 def run_parts(
     chosen: Sequence[Part], lines: Path, *, progress: Callable[[str], None], one: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Run what ``lines`` has not yet, and append a line of JSON for each. ``one``: end after the first."""
-    done = [json.loads(line) for line in lines.read_text("utf-8").splitlines()] if lines.exists() else []
-    for part in chosen:
-        key = json.loads(json.dumps(part.key))
-        found = next((line for line in done if line["key"] == key), None)
-        if found is None:
-            progress(str(part))
-            found = {"figure": "checkfree", "key": key, **run_part(part, lines.with_suffix(".prefixes"), chosen)}
-            with lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
-            yield found
-            if one:
-                return
-        else:
-            yield found
+    """The lines that ``lines`` has of these parts, then those of the parts that it lacks, each appended when it is run.
 
-
-def run_part(part: Part, prefixes: Path | None = None, others: Sequence[Part] = ()) -> dict[str, Any]:
-    """The line's figures: losses by step, what was lost and mended, seconds.
-
-    ``prefixes``: a folder in which trainings without a failure leave their state at the steps from which the ``others``
-    differ from them, and those take it from there.
+    ``one``: end after the first training; its branches are run with it.
     """
-    setup, strategy = part.setup, part.strategy
-    began = time.monotonic()
-    run = Run(part, Pipeline(setup, swaps=strategy.swaps))
-    start = first_base(part)
-    if prefixes is not None and part.trace.lost and (known := prefix_path(prefixes, part, start)).exists():
-        run.go_on_from(known, start)
-    kept = {first_base(each) for each in others if each.trace.lost and same_prefix(each, part)}
-    while run.pipeline.version < setup.steps:
-        if prefixes is not None and not part.trace.lost and run.pipeline.version in kept - {0}:
-            run.keep(prefix_path(prefixes, part, run.pipeline.version))
-        run.iterate()
-    return {**run.figures(), "seconds": round(time.monotonic() - began, 1)}
+    done = [json.loads(line) for line in lines.read_text("utf-8").splitlines()] if lines.exists() else []
+    keys = [line["key"] for line in done]
+    wanted = [(part, json.loads(json.dumps(part.key))) for part in chosen]
+    yield from (line for line in done if line["key"] in [key for _, key in wanted])
+    for group in groups([part for part, key in wanted if key not in keys]):
+        for part, figures in run_group(group, progress):
+            line = {"figure": "checkfree", "key": json.loads(json.dumps(part.key)), **figures}
+            with lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            yield line
+        if one:
+            return
 
 
-def same_prefix(one: Part, other: Part) -> bool:
-    return one.setup == other.setup and one.strategy.swaps == other.strategy.swaps
+def groups(missing: Sequence[Part]) -> list[list[Part]]:
+    """The trainings to be run. Where one failure alone is a branch of an undisturbed training, both are one group."""
+    found: dict[Any, list[Part]] = {}
+    for number, part in enumerate(missing):
+        undisturbed = part.trace.until is not None or part.strategy in BASELINES
+        key = (part.setup, part.strategy.swaps) if undisturbed else number
+        found.setdefault(key, []).append(part)
+    return list(found.values())
 
 
-def first_base(part: Part) -> int:
-    """A step, early enough before a part's first failure, at which all stages have a base: by then the gradients' norms
-    and the activations that a recovery looks at are known again."""
-    struck = (at for at, lost in part.trace.lost.items() if part.strategy.struck(lost))
-    every = part.setup.base_every
-    return max(0, min(next(struck, 0), part.setup.steps) - RECORDED) // every * every
+def run_group(group: Sequence[Part], progress: Callable[[str], None]) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Each part with its figures: a training alone, or an undisturbed one with its branches."""
+    branches = [part for part in group if part.trace.until is not None]
+    trunks = [part for part in group if part.trace.until is None]
+    undisturbed = Part(group[0].setup, BASELINES[group[0].strategy.swaps], trace_of(group[0].setup, ALONE))
+    run = Run(trunks[0] if trunks else undisturbed)
+    if branches:
+        progress(f"{run.part}: to where {len(branches)} others branch off")
+        run.train(min(branches[0].trace.lost))
+        fork = run.fork()
+        for part in branches:
+            progress(str(part))
+            branch = Run(part, run.pipeline, fork)
+            branch.train(part.end)
+            yield part, branch.figures()
+        run = Run(run.part, run.pipeline, fork)
+    if trunks:
+        progress(str(run.part))
+        run.train(run.part.end)
+        yield run.part, run.figures()
 
 
-def prefix_path(folder: Path, part: Part, step: int) -> Path:
-    swaps = "-swaps" if part.strategy.swaps else ""
-    return folder / f"{part.setup.name}-{part.setup.seed}{swaps}-{step}.npz"
+@dataclass(frozen=True)
+class Fork:
+    """All that a training is made of, at a step: others go on from it."""
+
+    version: int
+    state: Mapping[str, Held]
+    bases: Bases
+    layer_norms: Mapping[int, tuple[float, ...]]
+    activations: Sequence[tuple[torch.Tensor, ...]]
+    training: Sequence[float]
+    validation: Sequence[tuple[int, float]]
 
 
 class Run:
-    """A part being run."""
+    """A part being run, from its beginning or from a fork; the pipeline is then another one's, and taken over."""
 
-    def __init__(self, part: Part, pipeline: Pipeline) -> None:
-        self.part, self.pipeline = part, pipeline
-        self.bases: Bases = {}
-        self.training: list[float] = []
-        self.validation: list[tuple[int, float]] = []
+    def __init__(self, part: Part, pipeline: Pipeline | None = None, fork: Fork | None = None) -> None:
+        self.part = part
+        self.pipeline = pipeline or Pipeline(part.setup, swaps=part.strategy.swaps)
+        self.bases: Bases = fork.bases if fork else {}
+        self.training = [] if fork is None or part.trace.until else list(fork.training)
+        self.validation = [] if fork is None or part.trace.until else list(fork.validation)
         self.mended: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        if fork is not None:
+            self.pipeline.put_whole(fork.version, fork.state)
+            self.pipeline.layer_norms = dict(fork.layer_norms)
+            self.pipeline.raised_at.clear()
+            self.pipeline.activations.clear()
+            self.pipeline.activations.extend(fork.activations)
+
+    def fork(self) -> Fork:
+        pipeline = self.pipeline
+        return Fork(
+            pipeline.version,
+            pipeline.whole(),
+            self.bases,
+            dict(pipeline.layer_norms),
+            list(pipeline.activations),
+            list(self.training),
+            list(self.validation),
+        )
+
+    def train(self, end: int) -> None:
+        began = time.monotonic()
+        if self.part.trace.until and not self.part.trace.lost.get(self.pipeline.version):
+            self.validate()
+        while self.pipeline.version < end:
+            self.iterate()
+        self.seconds += time.monotonic() - began
 
     def iterate(self) -> None:
         """A base if one is due, what the trace loses, and a step."""
@@ -171,13 +248,20 @@ class Run:
         version = pipeline.version
         if version % part.setup.base_every == 0:
             self.bases = {at: (version, pipeline.stage(at)) for at in range(STAGES)}
-        if struck := part.strategy.struck(part.trace.lost.get(version, ())):
+        struck = part.strategy.struck(part.trace.lost.get(version, ()))
+        if struck:
             made = mend(pipeline, part.strategy, struck, self.bases)
             shares = [[[share.stage, round(share.weight, 4)] for share in each.shares] for each in made]
             self.mended.append({"step": version, "stages": list(struck), "shares": shares})
+            self.validate()
         self.training.append(pipeline.step())
-        if pipeline.version % part.setup.validate_every == 0 or pipeline.version == part.setup.steps:
-            self.validation.append((pipeline.version, round(pipeline.validation_loss(), 5)))
+        self.validate()
+
+    def validate(self) -> None:
+        version = self.pipeline.version
+        if version in self.part.validated:
+            self.validation = [each for each in self.validation if each[0] != version]
+            self.validation.append((version, round(self.pipeline.validation_loss(), 5)))
 
     def figures(self) -> dict[str, Any]:
         means = [float(np.mean(self.training[at : at + SMOOTHED])) for at in range(0, len(self.training), SMOOTHED)]
@@ -186,25 +270,5 @@ class Run:
             "validation": self.validation,
             "training": [round(each, 5) for each in means],
             "mended": self.mended,
+            "seconds": round(self.seconds, 1),
         }
-
-    def keep(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        arrays: dict[str, Any] = {}
-        for name, (value, first, second, steps) in self.pipeline.whole().items():
-            arrays |= {f"{name}:0": value, f"{name}:1": first, f"{name}:2": second, f"{name}:3": np.array(steps)}
-        arrays["training"], arrays["validation"] = np.array(self.training), np.array(self.validation).reshape(-1, 2)
-        temporary = path.with_suffix(".partial.npz")
-        np.savez(temporary, **arrays)
-        temporary.replace(path)
-
-    def go_on_from(self, path: Path, step: int) -> None:
-        with np.load(path, allow_pickle=False) as arrays:
-            names = [name[:-2] for name in arrays if name.endswith(":0")]
-            state: Mapping[str, Held] = {
-                name: (*(arrays[f"{name}:{at}"] for at in range(3)), int(arrays[f"{name}:3"]))  # type: ignore[misc]
-                for name in names
-            }
-            self.pipeline.put_whole(step, state)
-            self.training = arrays["training"].tolist()
-            self.validation = [(int(at), float(loss)) for at, loss in arrays["validation"]]

@@ -1,4 +1,4 @@
-"""What a strategy does when stages are lost. What is made from what, and how much of each, the product's policy says."""
+"""What a strategy does when stages are lost. The product's policy says what is made from what."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ STRATEGIES = {
         Strategy("moments", "ours 2: CheckFree, moments averaged as well", CHECKFREE, moments=True),
         Strategy("by layer", "ours 3: CheckFree, each layer by its own norms", CHECKFREE, by_layer=True),
         Strategy("fitted", "ours 3: an average, its weights fitted on recorded activations", CHECKFREE, fitted=True),
-        Strategy(
-            "distilled", "ours 3: CheckFree, then fitted to recorded activations", CHECKFREE, distilled=True
-        ),
+        Strategy("distilled", "ours 3: CheckFree, then fitted to recorded activations", CHECKFREE, distilled=True),
     )
 }
 
@@ -96,7 +94,7 @@ Bases = Mapping[int, tuple[int, Stage]]
 """By stage, its newest base: the version, and the state."""
 
 
-def mend(pipeline: Pipeline, strategy: Strategy, lost: Sequence[int], bases: Bases) -> list[Substitute]:
+def mend(pipeline: Pipeline, strategy: Strategy, lost: Sequence[int], bases: Bases) -> Sequence[Substitute]:
     """Make the lost stages anew, from the survivors and the bases alone. Returns what was made of what."""
     before = {at: pipeline.stage(at) for at in range(STAGES) if at not in lost}
     if not strategy.methods:
@@ -162,8 +160,8 @@ def blend(
         total = [np.zeros_like(like) for _ in range(3)]
         for share, each in zip(own, held, strict=True):
             kernels.accumulate(each[0], share.weight, total[0])
-            for at, beta in enumerate(betas if steps else (), 1):
-                kernels.accumulate(each[at], moment_share(share.weight, beta, each[3], steps), total[at])
+            for moment, beta, sums in zip(each[1:3], betas, total[1:], strict=True):
+                kernels.accumulate(moment, moment_share(share.weight, beta, each[3], steps), sums)
         found[name] = (total[0], total[1], total[2], steps)
     return found
 

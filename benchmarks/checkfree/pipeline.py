@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -50,18 +50,18 @@ class SetUp:
     seed: int
     steps: int
     layers_per_stage: int = 2
-    sequence: int = 24
+    sequence: int = 64
     micro_batches: int = 2
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     clip: float = 1.0
     warmup_steps: int = 50
-    validation_windows: int = 48
+    validation_windows: int = 24
     validate_every: int = 75
     base_every: int = 100
     """Steps between two bases of every stage, for partial roll-back."""
-    raised: RaisedRate = RaisedRate()
+    raised: RaisedRate = field(default_factory=RaisedRate)
 
     @property
     def parameters(self) -> int:
@@ -89,9 +89,7 @@ class Pipeline:
         groups = [list(stage.parameters()) for stage in self.stages]
         self._parameters = [each for group in (*groups, ends) for each in group]
         place = {id(each): at for at, each in enumerate(self._parameters)}
-        self._places = [
-            [[place[id(each)] for each in layer.parameters()] for layer in stage] for stage in self.stages
-        ]
+        self._places = [[[place[id(each)] for each in layer.parameters()] for layer in stage] for stage in self.stages]
         """By stage and layer, which of the parameters are its own."""
         self.optimizer = torch.optim.AdamW(
             [{"params": each} for each in (*groups, ends)],

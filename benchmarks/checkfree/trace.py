@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["RATES", "Trace", "hard_trace", "plain_trace"]
+__all__ = ["RATES", "Trace", "hard_trace", "one_loss", "plain_trace"]
 
 RATES: Mapping[str, float] = {"5%": 0.0009, "10%": 0.002, "16%": 0.004}
 """By failures an hour: the probability that an iteration loses a given stage."""
@@ -27,6 +27,8 @@ class Trace:
 
     rate: str
     lost: Mapping[int, tuple[int, ...]]
+    until: int | None = None
+    """The training ends after so many steps instead of all."""
 
     def before(self, iterations: int) -> int:
         """How many stages are lost in the first ``iterations``."""
@@ -50,6 +52,12 @@ def plain_trace(rate: str, *, seed: int, steps: int, stages: int) -> Trace:
         if found:
             lost[at] = tuple(found)
     return Trace(rate, lost)
+
+
+def one_loss(lost: tuple[int, ...], *, at: int, later: int) -> Trace:
+    """One failure alone, or none, and ``later`` steps after it."""
+    told = f"stage {' and '.join(map(str, lost))}" if lost else "nothing"
+    return Trace(f"{told} at {at}", {at: lost}, until=at + later)
 
 
 def hard_trace(rate: str, *, seed: int, steps: int, stages: int) -> Trace:

@@ -22,7 +22,7 @@ def accumulate(
     """
     check_weight(weight)
     check_pair(total, values)
-    wide = widen(values) if values.dtype == np.uint16 else values
+    wide = widen(values.view(np.uint16)) if values.dtype == np.uint16 else values
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         total += np.float32(weight) * wide
 
