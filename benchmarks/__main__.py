@@ -1,5 +1,5 @@
 """``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``,
-``overhead`` and ``recover``."""
+``overhead``, ``recover`` and ``checkfree``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import measure
+from benchmarks.checkfree import command as checkfree
 from benchmarks.fidelity import command as fidelity
 from benchmarks.kernels import command as kernels
 from benchmarks.overhead import command as overhead
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     peers.add_command(commands.add_parser("peers", help="saving and restarting, against what others use"))
     overhead.add_command(commands.add_parser("overhead", help="what saving costs the step"))
     recover.add_command(commands.add_parser("recover", help="what a recovery takes, against what its bytes need"))
+    checkfree.add_command(commands.add_parser("checkfree", help="losing pipeline stages, by how they are made anew"))
     return found
 
 

@@ -25,7 +25,7 @@ from tests.gpu.machine import Machine, need_cupy
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gradients import SparseGradient
-from tiercheck.kernels.reference import adam, bfloat16, blocks, compaction, fp16, nf4, onebit, planes, scaled
+from tiercheck.kernels.reference import adam, averages, bfloat16, blocks, compaction, fp16, nf4, onebit, planes, scaled
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
 
 need_cupy()
@@ -322,6 +322,19 @@ class CudaKernelTests(CudaExponentTests):
             for actual, expected in zip(there, (exponents, rest, patterns), strict=True):
                 assert identical(machine.get(actual), expected)
                 assert machine.intact(actual)
+
+    # averages
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+    @pytest.mark.parametrize("weight", [1.0, 0.3, -1e30, 0.0])
+    def test_accumulation(self, machine: Machine, dtype: type, weight: float) -> None:
+        for size in machine.sizes:
+            values, expected = narrowed(gradient(size), dtype), gradient(size, seed=1)
+            total = machine.put(expected)
+            cuda.accumulate(machine.put(values), weight, total, stream=machine.stream)
+            averages.accumulate(values, weight, expected)
+            assert same(machine.get(total), expected)
+            assert machine.intact(total)
 
     # replay
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.reference import (
     adam,
+    averages,
     bfloat16,
     blocks,
     compaction,
@@ -36,6 +37,7 @@ from tiercheck.kernels.reference import (
 from tiercheck.kernels.registry import Call, CudaForm, declare
 
 __all__ = [
+    "accumulate",
     "are_bfloat16",
     "are_scaled",
     "compact",
@@ -409,6 +411,23 @@ unpack_exponents = declare(
     cpu="exponents",
     cuda=(CudaForm("exponents:unpack_exponents", {"exponents": ("unpack_exponents",), "survivors": ("clear",)}),),
     examples=unpacking_calls,
+)
+
+
+# Weighted sums.
+
+
+def accumulating_calls(size: int, seed: int) -> Calls:
+    for values in (floats_of(size, seed), bytes_of(2 * size, seed).view(np.uint16)):
+        for weight in (0.3, -1e30, 0.0):
+            yield (values, weight, floats_of(size, seed + 1)), {}
+
+
+accumulate = declare(
+    averages.accumulate,
+    cpu="averages",
+    cuda=(CudaForm("averages:accumulate", {"averages": ("accumulate_float32", "accumulate_bfloat16")}),),
+    examples=accumulating_calls,
 )
 
 

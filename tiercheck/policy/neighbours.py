@@ -32,6 +32,7 @@ __all__ = [
     "Share",
     "Substitute",
     "check_layers",
+    "moment_share",
     "substitutes",
     "weigh",
 ]
@@ -274,6 +275,22 @@ class _Asked:
         """The nearest survivor before it, and the nearest after it."""
         for row in (range(stage - 1, -1, -1), range(stage + 1, self.stages)):
             yield from [each for each in row if each not in self.lost][:1]
+
+
+def moment_share(weight: float, beta: float, steps: int, made_steps: int) -> float:
+    """By what a share's moment is multiplied, so that the sum of all is the moment of ``made_steps`` steps.
+
+    A moment is the mean of gradients (or of their squares) times ``1 - beta ** steps``: Adam corrects that bias
+    (Kingma and Ba, arXiv 1412.6980, section 3). A stage that was made anew has seen fewer steps than others. So each
+    moment is corrected for its own ``steps`` before it is averaged, and the average is biased as after ``made_steps``,
+    of which the lost stage's own count of steps is to be.
+
+    A moment of 0 steps holds nothing, and gets 0. Raises :class:`~tiercheck.errors.ConfigurationError` for a beta
+    outside of [0, 1).
+    """
+    if not 0 <= beta < 1:
+        raise ConfigurationError(f"a moment's beta must be in [0, 1), and is {beta}")
+    return weight * (1 - beta**made_steps) / (1 - beta**steps) if steps > 0 else 0.0
 
 
 def _shares(norms: Mapping[int, float | None], exponent: float) -> tuple[Share, ...]:

@@ -20,6 +20,7 @@ from tiercheck.kernels.cuda.adam import (
     replay_fused_adam,
     replay_torch_fused_adam,
 )
+from tiercheck.kernels.cuda.averages import accumulate
 from tiercheck.kernels.cuda.blocks import (
     dequantise_into,
     dequantise_nf4_into,
@@ -54,6 +55,7 @@ __all__ = [
     "MOST_STEPS",
     "TORCH_FORMS",
     "SparseOnDevice",
+    "accumulate",
     "borrow",
     "compact_into",
     "compact_workspace",
