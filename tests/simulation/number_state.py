@@ -32,14 +32,13 @@ from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
+from tiercheck.streams.stage import StagePlace, StageState
 from tiercheck.streams.state import (
     Conversion,
     FoldShards,
     MakeRuns,
     Rebuilt,
     ReplayRate,
-    StagePlace,
-    StageState,
 )
 from tiercheck.types import Fidelity
 
@@ -128,7 +127,7 @@ class NumberState:
 
 
 class NumberStage:
-    """See :class:`tiercheck.streams.state.StageState`. Each rank is a stage of one layer."""
+    """See :class:`tiercheck.streams.stage.StageState`. Each rank is a stage of one layer."""
 
     def __init__(self, state: NumberState) -> None:
         self._state = state

@@ -61,16 +61,16 @@ RECORDS: list[tuple[Key, object, str]] = [
     (
         LineageKey(2),
         BRANCH,
-        "74696572636865636b2d7265636f7264539325a65f071824b3d5cd3c33583fa088aa67656e65726174696f6e02a67061"
+        "74696572636865636b2d7265636f7264f6aeeef7fdd063b82899aca83d28285789aa67656e65726174696f6e02a67061"
         "72656e7401a76c6566745f617407aa776f726c645f73697a6504a5746f6b656eb0616261626162616261626162616261"
-        "62a66c61796f7574a0a561736b6564a0a46b65707490",
+        "62a66c61796f7574a0a561736b6564a0a46b65707490a46d61646590",
     ),
     (
         ClaimKey(2, TOKEN),
         BRANCH,
-        "74696572636865636b2d7265636f72641571e0a1f55df294e3018ed0fe429ded88aa67656e65726174696f6e02a67061"
+        "74696572636865636b2d7265636f726401a1ee82c09b9fed2efa4b73c817c25089aa67656e65726174696f6e02a67061"
         "72656e7401a76c6566745f617407aa776f726c645f73697a6504a5746f6b656eb0616261626162616261626162616261"
-        "62a66c61796f7574a0a561736b6564a0a46b65707490",
+        "62a66c61796f7574a0a561736b6564a0a46b65707490a46d61646590",
     ),
     (
         CommitKey(2, 7),
@@ -270,3 +270,12 @@ def test_what_is_wrong_is_named_in_few_words(changes: dict[Any, Any], where: str
     with pytest.raises(ValueError, match=rf"^invalid Outer: .*{where}") as refusal:
         schema.read(Outer, {**SOUND, **changes})
     assert len(str(refusal.value)) <= 200
+
+
+def test_a_lineage_record_of_a_release_that_knew_no_stage_made_anew_is_read() -> None:
+    written = (
+        "74696572636865636b2d7265636f7264539325a65f071824b3d5cd3c33583fa088aa67656e65726174696f6e02a67061"
+        "72656e7401a76c6566745f617407aa776f726c645f73697a6504a5746f6b656eb0616261626162616261626162616261"
+        "62a66c61796f7574a0a561736b6564a0a46b65707490"
+    )
+    assert unseal(bytes.fromhex(written), Branch, key=LineageKey(2), tier="shm").made == ()

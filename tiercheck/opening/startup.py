@@ -41,6 +41,7 @@ from tiercheck.opening.folding import foldable, opens_elsewhere, settle_folding,
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
+from tiercheck.opening.restoring import kept_by, take_over
 from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms, too_little_room
 from tiercheck.policy.first_tier import Sizes
 from tiercheck.policy.policies import Policies
@@ -55,7 +56,6 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.restorer import Restorer
-from tiercheck.recovery.stages.losses import made_before
 from tiercheck.recovery.stages.making import stage_state
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.job import JobTier, ReplicationJob
@@ -63,7 +63,7 @@ from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup
 from tiercheck.runtime.runtime import Runtime
 from tiercheck.streams.state import FoldShards, StateStream, TrainingState
-from tiercheck.types import Fidelity, Survives
+from tiercheck.types import Survives
 
 __all__ = ["open_job"]
 
@@ -489,21 +489,3 @@ def ranks_sharing(url: str, environment: Mapping[str, str], world_size: int) -> 
     if "{rank}" in url or "{local_rank}" in url:
         return 1
     return min(world_size, max(1, int_of("LOCAL_WORLD_SIZE", 1, environment)))
-
-
-def kept_by(restored: Restored) -> tuple[int, ...]:
-    """The generations that stay: also the one of which a part was left out."""
-    return tuple(sorted({*restored.past.kept, *([restored.parent] if restored.dropped else [])}))
-
-
-async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:
-    """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
-    otherwise. Under another layout every run does, and the fidelity is that of the state alone."""
-    recovery = restored.recovery
-    if recovery is not None and (before := made_before(restored.past, restored.parent)):
-        recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *before))
-    if recovery is not None and recovery.version > 0 and (why := caveats()):
-        fidelity = recovery.fidelity if restored.converted else Fidelity.APPROXIMATE
-        recovery = replace(recovery, fidelity=fidelity, notes=(*recovery.notes, *why))
-    stream.load(restored.residuals)
-    return recovery

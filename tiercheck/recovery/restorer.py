@@ -33,6 +33,7 @@ from tiercheck.policy.recovery.plan import (
     plan,
 )
 from tiercheck.policy.recovery.request import Request, Turn
+from tiercheck.recovery.attempts import Attempt, Nothing, Part, behind
 from tiercheck.recovery.duration import say_expected
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.finding.past import Past
@@ -43,7 +44,7 @@ from tiercheck.recovery.layouts.relayout import Relayout
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
 from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
-from tiercheck.recovery.reading.reader import Lost, Reader, VerifiedPart
+from tiercheck.recovery.reading.reader import Lost, Reader
 from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
@@ -63,30 +64,6 @@ ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """What a rank tells the others of its part of the reading or the replay."""
-
-    succeeded: bool
-    told: Told | None = None
-    """What it has, if copies have failed since it told the last time."""
-    held: Held = ()
-    """What each tier could give it, before anything was read."""
-    other_nodes: HeldByNodes = ()
-    """What other nodes' memory could give it."""
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """In the place of what was verified: of this rank, which is lost, nothing is read."""
-
-    point: RecoveryPoint
-    constants: None = None
-
-
-_Part = VerifiedPart | _Nothing
 
 
 @dataclass
@@ -176,7 +153,8 @@ class Restorer:
         is not to be made. Errors: ``RecoveryError`` if it cannot be made, and there is no other way."""
         option, lost = self.on_lost_stage, frozenset[int]()
         while option is not None and self._turn is None:
-            found = lost_in(self._found.without(frozenset()), option.threshold)
+            self._past = self._found.without(frozenset())
+            found = lost_in(self._found, option.threshold)
             if not found or found == lost:
                 break
             state, lost = stage_state(self.state.stage()), found
@@ -216,8 +194,7 @@ class Restorer:
         return Restored(recovery, self._found, parent, self._turn, residuals, converted=True)
 
     async def _convert_own(self, began: float) -> Restored | None:
-        """As if this job had another layout than the one that saved: of several ranks that hold the same, one will do.
-        """
+        """As if another layout had saved: of several ranks that hold the same, one will do."""
         return await self._convert(self._here, self._found.own_lineage, began)
 
     async def _restore_own(self, began: float) -> Restored | None:
@@ -374,10 +351,10 @@ class Restorer:
 
     async def _verify(
         self, reader: Reader, point: RecoveryPoint, *, nothing: bool = False
-    ) -> tuple[_Part | None, tuple[Availability, ...]]:
+    ) -> tuple[Part | None, tuple[Availability, ...]]:
         """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give. ``nothing``:
         of this rank there is nothing to be read."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         names, other_nodes = [tier.name for tier in self.hierarchy.tiers], self.memories.names
         everywhere = held(point, self.ranks.rank, len(names) + len(other_nodes), self._own)
         here, there = everywhere[: len(names)], zip(other_nodes, everywhere[len(names) :], strict=True)
@@ -391,7 +368,7 @@ class Restorer:
         async def attempt() -> bool:
             reader.state.expect()
             if nothing:
-                parts.append(_Nothing(point))
+                parts.append(Nothing(point))
                 return True
             within_s = self.ranks.deadline_s + READ_ANSWER_S
             reading = reader.verify(point, self._own)
@@ -404,12 +381,12 @@ class Restorer:
         matrix += availability_of_nodes([answer.other_nodes for answer in answers])
         return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
 
-    async def _rebuild(self, reader: Reader, part: _Part) -> Rebuilt | None:
+    async def _rebuild(self, reader: Reader, part: Part) -> Rebuilt | None:
         """Load the base and replay; ``None`` if some rank could not: then the state is at no version."""
         done: list[Rebuilt] = []
 
         async def attempt() -> bool:
-            if isinstance(part, _Nothing):
+            if isinstance(part, Nothing):
                 done.append(Rebuilt({}))
                 return True
             own = self._own
@@ -440,10 +417,10 @@ class Restorer:
         attempt: Callable[[], Awaitable[bool]],
         here: Held = (),
         there: HeldByNodes = (),
-    ) -> list[_Attempt]:
+    ) -> list[Attempt]:
         """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on."""
 
-        async def produce() -> _Attempt:
+        async def produce() -> Attempt:
             succeeded = await attempt()
             told = None
             if not reader.quarantined.keys() <= self._failed:
@@ -451,15 +428,15 @@ class Restorer:
                 self._survey = replace(self._survey, sources=self._survey.sources - self._failed)
                 self._unusable |= reader.copies.unusable
                 told = self._told()
-            return _Attempt(succeeded, told, here, there)
+            return Attempt(succeeded, told, here, there)
 
-        answers: list[_Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=_Attempt)
+        answers: list[Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=Attempt)
         later = {rank: answer.told for rank, answer in enumerate(answers) if answer.told is not None}
         self._past = self._found.after(later)
         return answers
 
     async def _settle(
-        self, reader: Reader, part: _Part, rebuilt: Rebuilt, made: tuple[str, ...]
+        self, reader: Reader, part: Part, rebuilt: Rebuilt, made: tuple[str, ...]
     ) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why. ``made``: what was made anew."""
@@ -467,7 +444,7 @@ class Restorer:
 
         def settle() -> str:
             made_of_others = Fidelity.APPROXIMATE, ()
-            found.append(made_of_others if isinstance(part, _Nothing) else reader.reached(part, rebuilt))
+            found.append(made_of_others if isinstance(part, Nothing) else reader.reached(part, rebuilt))
             self.state.refresh()
             with fitting(f"the host state of version {part.point.last} cannot be put back into what was attached"):
                 self.state.restore_host_state(rebuilt.host_state)
@@ -505,8 +482,3 @@ class Restorer:
             seconds=self.ranks.scheduler.time() - began,
             read_bytes=reader.read_bytes,
         )
-
-
-def behind(version: int | None, best: int | None) -> bool:
-    """Whether the ranks could have met at a newer version."""
-    return best is not None and (version is None or version < best)

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from tiercheck.errors import Corruption, Mismatch, TierCheckError
 from tiercheck.format.container import Shard
 from tiercheck.format.index.assemble import Transfer
-from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.references import References
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.loading import Loading
+from tiercheck.streams.stage import StageState
 from tiercheck.types import Fidelity
 
 __all__ = [
@@ -35,8 +35,6 @@ __all__ = [
     "Record",
     "RecordCapture",
     "Run",
-    "StagePlace",
-    "StageState",
     "StateCapture",
     "StateReader",
     "StateStream",
@@ -391,57 +389,6 @@ class Conversion(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What was carried over, what was not, and why something is not exact."""
-        ...
-
-
-@dataclass(frozen=True)
-class StagePlace:
-    """Where a rank stands in a pipeline, and what its stage trains."""
-
-    stage: int
-    stages: int
-    column: int
-    """Ranks of one column are one pipeline: data-parallel copies and tensor-parallel slices have columns of their own.
-    """
-    copies: int
-    """The ranks of the stage that hold the same elements of a master."""
-    layers: tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
-    """In their order in the pipeline: the layer's name, and its trained parameters with their shapes, by their names in
-    the layer. The model knows a parameter as the layer's name, a dot, and its name in the layer."""
-    shares: bool
-    """Whether other stages have trained parameters of the same names (tied layers)."""
-    scheduled: bool
-    """Whether a learning-rate schedule is attached."""
-    kept: tuple[str, ...] = ()
-    """What no optimizer updates (frozen parameters, buffers): of a stage that is made anew it keeps what the script
-    made."""
-
-
-class StageState(Protocol):
-    """What a stage of a pipeline that is lost is made of. Elements are those of masters, in fp32."""
-
-    @property
-    def place(self) -> StagePlace: ...
-
-    def index(self) -> LogicalIndex:
-        """What of the model this rank's masters are."""
-        ...
-
-    def norms(self, host_state: Mapping[str, Any]) -> Sequence[float | None]:
-        """By layer of :attr:`place`, the sum of the squares of what this rank held of the last step's gradient, as a
-        version's host state tells; ``None`` if it does not tell."""
-        ...
-
-    def clear(self) -> None:
-        """Fill the masters with zeros. The optimizer's state stays as the script made it."""
-        ...
-
-    def read(self, stored: str, copy: Copy) -> bytes:
-        """The elements on the source side of ``copy``, of the stored tensor of that name."""
-        ...
-
-    def add(self, stored: str, copy: Copy, elements: bytes, weight: float) -> None:
-        """Add ``weight`` times these elements to those on the target side."""
         ...
 
 

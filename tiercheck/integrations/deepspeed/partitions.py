@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
-from tiercheck.integrations.deepspeed.after_loss import AfterLoss
+from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
 from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler

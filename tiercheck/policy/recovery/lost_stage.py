@@ -59,6 +59,8 @@ class LostStage:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigurationError(f"method must be one of {', '.join(METHODS)}, not {shown(self.method)}")
+        if type(self.exponent) not in (int, float):
+            raise ConfigurationError(f"exponent must be a number, not {shown(self.exponent)}")
         weigh((), self.exponent)
         for name in ("steps", "behind_max"):
             value = getattr(self, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Span", "both", "contain", "joined", "spans_of", "spans_text"]
+__all__ = ["Span", "both", "contain", "joined", "numbers_in", "spans_of", "spans_text"]
 
 NAMED_MAX = 8
 
@@ -48,6 +48,11 @@ def contain(spans: Sequence[Span], number: int) -> bool:
     """Whether the number lies in one of these ascending ranges."""
     at = bisect_right(spans, number, key=lambda span: span[0]) - 1
     return at >= 0 and number <= spans[at][1]
+
+
+def numbers_in(spans: Iterable[tuple[Span, ...]]) -> set[int]:
+    """Each of the numbers, one by one."""
+    return {number for each in spans for first, last in each for number in range(first, last + 1)}
 
 
 def spans_text(spans: Iterable[Span]) -> str:

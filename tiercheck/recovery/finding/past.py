@@ -18,7 +18,7 @@ from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
-from tiercheck.policy.recovery.spans import Span, contain, joined
+from tiercheck.policy.recovery.spans import Span, contain, joined, numbers_in
 from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.finding.told import Other, OwnedCopies, Told, packed_others, unpacked_others
 
@@ -50,7 +50,6 @@ class Past:
         lost: frozenset[int] = frozenset(),
     ) -> None:
         self.told = tuple(told)
-        self.lost = lost
         self._different = list({id(each): each for each in told}.values())
         self._meeting = list({id(each): each for rank, each in enumerate(told) if rank not in lost}.values())
         self._packed_others = others
@@ -58,7 +57,7 @@ class Past:
         self._tiers = tiers
         self._places = places
         self._layout = layout
-        self._counts = counts
+        self._counts, self.lost = counts, lost
 
     @classmethod
     def of(cls, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> Past:
@@ -83,8 +82,8 @@ class Past:
         return self._with(self.told, self._counts, lost)
 
     def _with(self, told: Sequence[Told], counts: Lineage | None, lost: frozenset[int]) -> Past:
-        others, lineages = self._packed_others, self._lineages
-        return Past(told, others, lineages, self._tiers, self._places, self._layout, counts, lost)
+        more = self._packed_others, self._lineages, self._tiers, self._places, self._layout
+        return Past(told, *more, counts, lost)
 
     # What was found
 
@@ -109,11 +108,11 @@ class Past:
     @cached_property
     def _captured(self) -> tuple[set[int], ...]:
         """By tier, the generations of all shards that were found."""
-        return tuple(_numbers({each.captured[tier.index] for each in self._different}) for tier in self._tiers)
+        return tuple(numbers_in({each.captured[tier.index] for each in self._different}) for tier in self._tiers)
 
     @property
     def _captured_anywhere(self) -> set[int]:
-        return set().union(*self._captured, _numbers({each.other_nodes for each in self._different}))
+        return set().union(*self._captured, numbers_in({each.other_nodes for each in self._different}))
 
     @cached_property
     def _bearing(self) -> Lineage:
@@ -293,7 +292,7 @@ class Past:
 
     def check(self) -> None:
         """Errors: ``RecoveryError`` for two histories, and for versions whose lineage is lost."""
-        self._check_numbers()
+        self._checknumbers_in()
         if (newest := self.orphaned) is not None:
             raise RecoveryError(
                 f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
@@ -310,7 +309,7 @@ class Past:
         newest = max(self._captured_anywhere, default=0)
         return newest if newest > self.lineage.newest else None
 
-    def _check_numbers(self) -> None:
+    def _checknumbers_in(self) -> None:
         """Two jobs have opened generations of one number."""
         by_generation: dict[int, list[Branch]] = defaultdict(list)
         for branch in self.branches:
@@ -339,7 +338,7 @@ class Past:
         round."""
         for tier in (tier for tier in self._tiers if tier.shared):
             for recorded in {each.recorded[tier.index] for each in self._different}:
-                if others := strangers(self.lineage, _numbers([recorded]), self._captured[tier.index]):
+                if others := strangers(self.lineage, numbers_in([recorded]), self._captured[tier.index]):
                     there, newest, name = others[-1], self.lineage.newest, tier.name
                     raise RecoveryError(
                         f"{name} holds versions of generation {there}, and the newest generation in the other tiers is "
@@ -432,7 +431,7 @@ class Past:
 
     @cached_property
     def seen_by_others(self) -> set[int]:
-        """The ranks of which another one sees something that was trained."""
+        """Of which another rank sees something that was trained."""
         return {rank for others in self._others for _, rank, _, last in others if last > 0}
 
     @property
@@ -499,7 +498,3 @@ class Past:
 
 def first_of(said: Sequence[str], separator: str) -> str:
     return separator.join([*said[:NAMED_MAX], *(["..."] if len(said) > NAMED_MAX else [])])
-
-
-def _numbers(spans: Iterable[tuple[Span, ...]]) -> set[int]:
-    return {number for each in spans for first, last in each for number in range(first, last + 1)}

@@ -11,8 +11,8 @@ from tiercheck.recovery.finding.past import Past
 __all__ = ["OPTION", "lost_in", "made_before", "newest_of"]
 
 OPTION = (
-    '. If the ranks of which nothing was found are a stage of a pipeline, attach(..., on_lost_stage="neighbours") makes '
-    "the stage anew of its neighbours, and the others lose nothing: what comes of it is approximate"
+    '. The ranks of which nothing was found are stages of a pipeline: attach(..., on_lost_stage="neighbours") makes '
+    "them anew of their neighbours, and the others lose nothing. What comes of it is approximate"
 )
 """What the refusal of a pipeline with lost ranks says."""
 

@@ -23,15 +23,18 @@ from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import plain_index, read_index
 from tiercheck.policy.neighbours import Layer, Method, Substitute, check_layers, substitutes
 from tiercheck.policy.recovery.lost_stage import LostStage
+from tiercheck.policy.recovery.spans import spans_of, spans_text
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import named
 from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange
-from tiercheck.streams.state import StagePlace, StageState
+from tiercheck.streams.stage import StagePlace, StageState
 
 __all__ = ["RAISED_RATE", "Made", "StageMaking", "stage_state"]
 
 RAISED_RATE = "raised_rate"
 """In a version's host state, while the learning rate is raised after a recovery: the factor, and the last version."""
+TEXTS_MAX, CHARACTERS_MAX = 5, 600
+"""What a lineage record tells of it: the texts, and how long each is."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class StageMaking:
         if rate.factor != 1 and rate.steps:
             taken = {**taken, RAISED_RATE: {"factor": rate.factor, "until": version + rate.steps}}
             said += (f"the learning rate is raised by a factor of {rate.factor:g} for {rate.steps} steps",)
-        return Made(taken, said)
+        return Made(taken, bounded(said))
 
     async def _norms(self, host_state: Mapping[str, Any] | None) -> tuple[dict[int, float | None], float]:
         """By stage, the norm of its last gradient, of the layers that go into a lost stage; and the exponent. If one is
@@ -237,11 +240,9 @@ class StageMaking:
 
     def _said(self, each: Substitute, version: int, exponent: float) -> str:
         lost = self._lost_of(each.stage)
-        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-        began = f"stage {each.stage} of {self._stages} ({ranks}) was lost with every copy, and at version {version}"
-        host = f"the host state is that of rank{'s' if len(lost) > 1 else ''} " + ", ".join(
-            str(self._nearest(rank)) for rank in lost
-        )
+        stage = f"stage {each.stage} of {self._stages} ({ranks_text(lost)})"
+        began = f"{stage} was lost with every copy, and at version {version}"
+        host = f"the host state is that of {ranks_text(map(self._nearest, lost))}"
         if each.method is Method.ROLL_BACK:
             return f"{began} it is that of version {each.base}, its optimizer's state too; {host}"
         parts = " and ".join(
@@ -254,6 +255,19 @@ class StageMaking:
         kept = sorted({name for rank in lost for name in self._places[rank].kept})
         more = f"; what no optimizer updates is as the script made it ({named(kept)})" if kept else ""
         return f"{began} it is made of {parts}{why}; its optimizer's state begins anew, and {host}{more}"
+
+
+def bounded(said: Sequence[str]) -> tuple[str, ...]:
+    """What a lineage record has room for."""
+    kept = [each[:CHARACTERS_MAX] for each in said[:TEXTS_MAX]]
+    return (*kept, *([f"and {len(said) - TEXTS_MAX} more"] if len(said) > TEXTS_MAX else []))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``ranks 4..7``."""
+    found = spans_of(set(ranks))
+    said = spans_text(found)
+    return f"rank {said}" if said.isdigit() else f"ranks {said}"
 
 
 def _shared(each: Substitute) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import Block, LogicalIndex, Padding, Range
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import named
-from tiercheck.streams.state import StageState
+from tiercheck.streams.stage import StageState
 
 __all__ = ["Contribution", "Ingredient", "contributions", "exchange", "split"]
 

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from tiercheck import kernels
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import MASTER, LogicalIndex, Padding, Shape
-from tiercheck.streams.state import StagePlace
+from tiercheck.streams.stage import StagePlace
+from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
 
 __all__ = ["GradientNorms", "PipelineStage", "TensorStage"]
@@ -24,7 +27,7 @@ NOT_KNOWN = math.nan
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """What an integration says of the rank's stage. Fields: as of :class:`~tiercheck.streams.state.StagePlace`."""
+    """What an integration says of the rank's stage. Fields: as of :class:`~tiercheck.streams.stage.StagePlace`."""
 
     stage: int
     stages: int
@@ -36,7 +39,7 @@ class PipelineStage:
 
 
 class TensorStage:
-    """See :class:`~tiercheck.streams.state.StageState`. Of the stage of a provider."""
+    """See :class:`~tiercheck.streams.stage.StageState`. Of the stage of a provider."""
 
     def __init__(self, provider: StateProvider, stage: PipelineStage) -> None:
         self._provider = provider
@@ -71,9 +74,11 @@ class TensorStage:
 
     def add(self, stored: str, copy: Copy, elements: bytes, weight: float) -> None:
         target = self._view(stored, copy.lengths, copy.target_start, copy.target_strides)
-        values = torch.frombuffer(bytearray(elements), dtype=torch.float32).view(copy.lengths)
-        with torch.no_grad():
-            target.add_(values.mul_(weight).to(target.device, target.dtype))
+        total = target.to("cpu", torch.float32).contiguous()
+        kernels.accumulate(np.frombuffer(elements, np.float32), weight, array_of(total).reshape(-1), threads=1)
+        if total.data_ptr() != target.data_ptr():
+            with torch.no_grad():
+                target.copy_(total)
 
     def _view(self, stored: str, lengths: Shape, start: int, strides: Shape) -> torch.Tensor:
         """Errors: ``UnsupportedSetup`` for a master whose elements are not in their order."""

@@ -24,13 +24,13 @@ from tiercheck.streams.records.stream_factory import kernels_used, stream_of
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
+from tiercheck.streams.stage import StageState
 from tiercheck.streams.state import (
     Conversion,
     FoldShards,
     MakeRuns,
     Rebuilt,
     ReplayRate,
-    StageState,
     StateStream,
 )
 from tiercheck.streams.tensors.placing import placed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiercheck import schema
 from tiercheck.keys import ClaimKey, CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.recovery.lineage import ANCESTORS_TOLD, Branch, Lineage, LineageRecord, worth_telling
@@ -71,3 +72,18 @@ def test_old_records_go_once_the_generation_has_a_committed_base(rank: int) -> N
     assert gone() == [set(), set()]
     old = {*map(LineageKey, range(1, 7)), ClaimKey(3, "a" * 16)}
     assert gone(CommitKey(9, 40)) == [old, old if rank == 0 else set()]
+
+
+def test_a_record_retells_what_was_made_anew_and_an_older_release_reads_it_without() -> None:
+    made = Branch(2, 1, 7, 3, "b", made=("stage 1 is the average of 0 and 2",))
+    record = LineageRecord.of(branch(3), [branch(1), made])
+    read = schema.read(LineageRecord, schema.plain(record))
+    assert read.branch == branch(3)
+    assert [each.made for each in read.told] == [(), made.made]
+    older = {name: each for name, each in schema.plain(record).items() if name not in ("made", "past_made")}
+    told = schema.read(LineageRecord, older).told
+    assert told == read.told, "it is the same generation, whoever tells of it"
+    assert [each.made for each in told] == [(), ()]
+    assert all(len(each) == 8 for each in record.past), "an older release takes no more fields of a branch"
+    own = LineageRecord.of(made)
+    assert own.branch.made == own.made == made.made

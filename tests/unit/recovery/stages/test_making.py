@@ -1,0 +1,214 @@
+"""What is decided before anything is read, and what is said of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.recovery.stages.test_transfers import Held
+from tests.unit.runtime.test_group import on_all_ranks
+from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.format.index.logical import MASTER, LogicalIndex, LogicalTensor
+from tiercheck.keys import ClaimKey
+from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lost_stage import LostStage
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.stages.making import (
+    CHARACTERS_MAX,
+    RAISED_RATE,
+    TEXTS_MAX,
+    Made,
+    StageMaking,
+    bounded,
+    stage_state,
+)
+from tiercheck.replication.objects.records import seal
+from tiercheck.runtime.front import run
+from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
+from tiercheck.streams.stage import StagePlace
+
+EMBEDDING, HEAD = ("embed", (9, 2)), ("head", (2, 9))
+WIDTH = 4
+
+
+@dataclass
+class Stage(Held):
+    """Of a rank: a layer, or two; an end has an embedding or a head besides. All elements are the rank's number + 1."""
+
+    rank: int
+    stages: int = 4
+    copies: int = 1
+    width: int = WIDTH
+    scheduled: bool = False
+    kept: tuple[str, ...] = ()
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stage = self.rank // self.copies
+        layers = [(f"{self.stage + 1}", (("w", (self.width,)),))]
+        if self.stage == 0:
+            layers.insert(0, ("0", (EMBEDDING,)))
+        if self.stage == self.stages - 1:
+            layers.append(("9", (HEAD,)))
+        self.layers = tuple(layers)
+        for name, parameters in layers:
+            for parameter, shape in parameters:
+                self.arrays[f"{MASTER}{name}.{parameter}"] = np.full(np.prod(shape), self.rank + 1, np.float32)
+
+    @property
+    def place(self) -> StagePlace:
+        column = self.rank % self.copies
+        return StagePlace(self.stage, self.stages, column, self.copies, self.layers, False, self.scheduled, self.kept)
+
+    def index(self) -> LogicalIndex:
+        tensors = [
+            LogicalTensor(f"{name}.{parameter}", "F32", shape, trained=True)
+            for name, parameters in self.layers
+            for parameter, shape in parameters
+        ]
+        return LogicalIndex.of_whole(tensors)
+
+    def norms(self, host_state: Mapping[str, Any]) -> Sequence[float | None]:
+        found: Sequence[float | None] = host_state["norms"]
+        return found
+
+    def clear(self) -> None:
+        for array in self.arrays.values():
+            array[:] = 0
+
+
+def made(
+    stages: Sequence[Stage],
+    lost: Collection[int],
+    option: LostStage | None = None,
+    *,
+    norms: Sequence[Sequence[float | None]] | None = None,
+    newest: Mapping[int, int] | None = None,
+) -> list[Made]:
+    """What all ranks come to at version 7. ``newest``: by rank, what a lost one can come to."""
+
+    def act(group: SimulatedGroup) -> Made:
+        scheduler: Any = None
+        state: Any = stages[group.rank]
+        ranks = Ranks(BlockingGroup(group), scheduler, 10.0)
+
+        def newest_of(asked: Any) -> int | None:
+            return min(((newest or {}).get(rank, -1) for rank in asked), default=-1) if newest else None
+
+        making = StageMaking(state, ranks, option or LostStage(), frozenset(lost), newest_of)
+        is_lost = group.rank in lost
+        host = {"of": group.rank, "norms": (norms or [[1.0] * 3] * len(stages))[group.rank]}
+
+        async def both() -> Made:
+            await making.look()
+            await making.plan()
+            return await making.make(7, None if is_lost else host)
+
+        return run(both())
+
+    outcomes = on_all_ranks(len(stages), act)
+    failed = [each for each in outcomes if isinstance(each, Exception)]
+    if failed:
+        assert len(failed) == len(outcomes), "all ranks refuse, or none"
+        raise failed[0]
+    return outcomes
+
+
+def pipeline(stages: int = 4, copies: int = 1, **options: Any) -> list[Stage]:
+    return [Stage(rank, stages, copies, **options) for rank in range(stages * copies)]
+
+
+def test_the_middle_is_the_weighted_average_and_takes_the_host_state_of_the_stage_before() -> None:
+    stages = pipeline(kept=("mask",))
+    found = made(stages, [1], norms=[[5.0, 1.0], [9.0], [9.0], [9.0, 9.0]])
+    # The embedding's gradient does not count: 1 of stage 0, and 9 of stage 2, each the square of a norm.
+    assert stages[1].arrays[f"{MASTER}2.w"].tolist() == pytest.approx([0.1 * 1 + 0.9 * 3] * WIDTH)
+    assert found[1].host_state["of"] == 0
+    assert [each.host_state["of"] for each in found] == [0, 0, 2, 3]
+    (said, rate) = found[0].said
+    assert all(each.said == found[0].said for each in found)
+    assert said == (
+        "stage 1 of 4 (rank 1) was lost with every copy, and at version 7 it is made of 0.1 of stage 0 (norm 1) and "
+        "0.9 of stage 2 (norm 3), norms to the power of 2; its optimizer's state begins anew, and the host state is "
+        "that of rank 0; what no optimizer updates is as the script made it (mask)"
+    )
+    assert rate == "the learning rate is raised by a factor of 1.1 for 100 steps"
+    assert {each.host_state[RAISED_RATE]["until"] for each in found} == {107}
+
+
+def test_the_rate_stays_where_a_schedule_is_attached() -> None:
+    found = made(pipeline(scheduled=True), [1])
+    assert RAISED_RATE not in found[0].host_state
+    assert len(found[0].said) == 1
+
+
+@pytest.mark.parametrize("norms", [[None, None], [float(0), 4.0]], ids=["not known", "known"])
+def test_norms_that_are_not_known_weigh_alike(norms: list[float | None]) -> None:
+    stages = pipeline()
+    found = made(stages, [2], norms=[[1.0, 1.0], [norms[0]], [None], [norms[1], None]])
+    known = norms[0] is not None
+    assert stages[2].arrays[f"{MASTER}3.w"].tolist() == [4.0 if known else 3.0] * WIDTH
+    assert ("alike, since the version does not hold the gradients' norms" in found[0].said[0]) is not known
+
+
+def test_data_parallel_copies_of_a_stage_count_once() -> None:
+    stages = pipeline(copies=2)
+    made(stages, [2, 3], norms=[[0.0, 4.0]] * 2 + [[None]] * 2 + [[12.0]] * 2 + [[1.0, 1.0]] * 2)
+    # Stage 0 is ranks 0 and 1, stage 2 is ranks 4 and 5: a quarter and three quarters.
+    own = [stages[rank].arrays[f"{MASTER}2.w"][0] for rank in (2, 3)]
+    assert own == [0.25 * 1 + 0.75 * 5, 0.25 * 2 + 0.75 * 6], "each takes of the ranks of its number's parity"
+
+
+@pytest.mark.parametrize(
+    ("lost", "option", "words"),
+    [
+        ([0], LostStage(), r"stage 0 \(average: it is an end stage of 4"),
+        ([1, 2], LostStage(), "its neighbour 2 is lost too"),
+        ([3], LostStage(method="neighbours-and-ends"), r"rank 3 cannot be made .* no surviving rank has 9\.head"),
+        ([1], LostStage(method="older-base"), "no older base of it is at hand"),
+    ],
+    ids=["an end", "two in a row", "a head without a copy", "no base"],
+)
+def test_what_cannot_be_made_is_refused_before_anything_is_changed(
+    lost: list[int], option: LostStage, words: str
+) -> None:
+    stages = pipeline()
+    before = [{name: array.copy() for name, array in stage.arrays.items()} for stage in stages]
+    with pytest.raises(RecoveryError, match=words):
+        made(stages, lost, option)
+    for stage, arrays in zip(stages, before, strict=True):
+        assert all(np.array_equal(arrays[name], array) for name, array in stage.arrays.items())
+
+
+def test_layers_of_other_shapes_are_refused_by_name() -> None:
+    stages = pipeline()
+    stages[2] = Stage(2, width=5)
+    with pytest.raises(RecoveryError, match=r"'w' differs in '2' \(\(4,\)\) and '3' \(\(5,\)\)"):
+        made(stages, [1])
+
+
+def test_an_older_base_stays_as_it_was_read() -> None:
+    stages = pipeline()
+    found = made(stages, [2, 3], LostStage(method="older-base", learning_rate=1.0), newest={2: 4, 3: 5})
+    assert [stage.arrays[f"{MASTER}{rank + 1}.w"][0] for rank, stage in enumerate(stages)] == [1, 2, 3, 4]
+    assert [each.split(", its")[0] for each in found[0].said] == [
+        "stage 2 of 4 (rank 2) was lost with every copy, and at version 7 it is that of version 4",
+        "stage 3 of 4 (rank 3) was lost with every copy, and at version 7 it is that of version 5",
+    ]
+    assert [each.host_state["of"] for each in found] == [0, 1, 1, 1]
+
+
+def test_what_is_told_of_it_fits_into_a_record_however_much_it_is() -> None:
+    said = bounded([str(number) * 5000 for number in range(9)])
+    assert [len(each) for each in said[:-1]] == [CHARACTERS_MAX] * TEXTS_MAX
+    assert said[-1] == "and 4 more"
+    seal(ClaimKey(2, "ab" * 8), Branch(2, 1, 7, 4, "ab" * 8, made=said))
+
+
+def test_a_job_without_stages_is_told_so() -> None:
+    with pytest.raises(ConfigurationError, match="on_lost_stage is for pipelines"):
+        stage_state(None)

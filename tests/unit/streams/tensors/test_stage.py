@@ -1,0 +1,85 @@
+"""A stage's masters by element, and the norms of its gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.unit.streams.tensors.test_provider import Least
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.format.index.boxes import Copy
+from tiercheck.streams.tensors.stage import GradientNorms, PipelineStage, TensorStage, runs_of
+
+STAGE = PipelineStage(1, 4, 0, 1, {"3": {"w": (2, 3)}, "4": {"w": (2, 3)}}, shares=False, scheduled=False)
+
+
+class Kept(Least):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"a": torch.ones(2), "b": torch.ones(3, 2)}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        return self.kept
+
+
+def stage_of(provider: Least) -> TensorStage:
+    return TensorStage(provider, STAGE)
+
+
+def test_elements_are_read_and_added_where_they_lie() -> None:
+    provider = Kept()
+    name, master = "b", provider.kept["b"]
+    stage = stage_of(provider)
+    stage.clear()
+    assert not master.any()
+    elements = torch.arange(master.numel(), dtype=torch.float32)
+    every = Copy((master.numel(),), 0, (1,), 0, (1,))
+    stage.add(f"master/{name}", every, elements.numpy().tobytes(), 0.5)
+    stage.add(f"master/{name}", every, elements.numpy().tobytes(), 0.25)
+    assert torch.equal(master.reshape(-1), 0.5 * elements + 0.25 * elements)
+    one = Copy((1,), master.numel() - 1, (1,), 0, (1,))
+    assert stage.read(f"master/{name}", one) == master.reshape(-1)[-1:].numpy().tobytes()
+
+
+def test_a_master_whose_elements_are_in_another_order_is_refused() -> None:
+    provider = Kept()
+    provider.kept["b"] = torch.zeros(2, 3).T
+    with pytest.raises(UnsupportedSetup, match="not contiguous"):
+        stage_of(provider).read("master/b", Copy((1,), 0, (1,), 0, (1,)))
+
+
+def test_the_stages_index_is_of_its_masters() -> None:
+    index = stage_of(Least()).index()
+    assert index.stored
+    assert all(name.startswith("master/") for name in index.stored)
+
+
+def test_rows_of_one_layer() -> None:
+    spans = [("1", 3), ("1", 2), (None, 1), ("1", 1), ("2", 4), (None, 2)]
+    assert list(runs_of(spans)) == [("1", 0, 5), ("1", 6, 7), ("2", 7, 11)]
+
+
+def test_norms_by_layer_of_the_last_step_that_was_taken() -> None:
+    norms = GradientNorms(["3", "4"], {"a": [("3", 0, 2), ("4", 2, 3)], "b": [("4", 0, 2)]})
+    before = norms.host_state()["gradient_norms"]
+    assert list(before) == ["3", "4"]
+    assert all(math.isnan(each) for each in before.values()), "no step was taken"
+    norms.measure({"a": torch.tensor([3.0, 4.0, 2.0])})
+    norms.measure({"b": torch.tensor([[1.0], [2.0]])})
+    assert norms.host_state() == {"gradient_norms": {"3": 25.0, "4": pytest.approx(9.0)}}
+    kept = norms.host_state()
+    assert norms.host_state() == kept, "a version whose step was skipped tells of the one before"
+
+    again = GradientNorms(["4", "5"], {})
+    again.restore(kept)
+    found = again.host_state()["gradient_norms"]
+    assert found["4"] == pytest.approx(9.0)
+    assert math.isnan(found["5"]), "what another stage tells of other layers is not this one's"
+
+
+def test_what_a_version_tells_is_by_layer_and_none_where_it_does_not() -> None:
+    stage = stage_of(Least())
+    assert stage.norms({"gradient_norms": {"4": 9.0, "3": math.nan}}) == [None, 9.0]
+    assert stage.norms({}) == [None, None]
