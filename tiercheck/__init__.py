@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiercheck.hierarchy import Hierarchy as Hierarchy
     from tiercheck.hierarchy import Tier as Tier
     from tiercheck.policy.policies import Policies as Policies
+    from tiercheck.policy.recovery.lost_stage import LostStage as LostStage
     from tiercheck.recording.stats import Stats as Stats
     from tiercheck.recovery.report import Recovery as Recovery
     from tiercheck.streams.loading import Loading as Loading
@@ -48,6 +49,7 @@ _MODULES = {
     "Fidelity": "tiercheck.types",
     "Hierarchy": "tiercheck.hierarchy",
     "Loading": "tiercheck.streams.loading",
+    "LostStage": "tiercheck.policy.recovery.lost_stage",
     "Policies": "tiercheck.policy.policies",
     "Recovery": "tiercheck.recovery.report",
     "Reservation": "tiercheck.tiers.driver",
@@ -70,6 +72,7 @@ __all__ = [
     "Fidelity",
     "Hierarchy",
     "Loading",
+    "LostStage",
     "Policies",
     "Recovery",
     "Reservation",
