@@ -144,8 +144,18 @@ class NumberStage:
     def norms(self, host_state: Mapping[str, Any]) -> Sequence[float | None]:
         return [float(host_state["draw"] % 1000)]
 
-    def clear(self) -> None:
-        self._state.weight[:] = 0
+    def clear(self, stored: Collection[str]) -> None:
+        if stored:
+            self._state.weight[:] = 0
+
+    def optimizer(self, stored: str) -> Mapping[str, Any]:
+        raise AssertionError("nothing is tied")
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
+        raise AssertionError("nothing is tied")
+
+    def finish(self) -> None:
+        pass
 
     def read(self, stored: str, copy: Copy) -> bytes:
         assert stored == f"{MASTER}weight"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 
-__all__ = ["StagePlace", "StageState"]
+__all__ = ["STATE", "StagePlace", "StageState", "state_name"]
+
+STATE = "state/"
+
+
+def state_name(stored: str, key: str) -> str:
+    """The optimizer's tensor ``key`` of a stored master, to be read and added to as the master is."""
+    return f"{STATE}{key}/{stored}"
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,22 @@ class StageState(Protocol):
         version's host state tells; ``None`` if it does not tell."""
         ...
 
-    def clear(self) -> None:
-        """Fill the masters with zeros. The optimizer's state stays as the script made it."""
+    def clear(self, stored: Collection[str]) -> None:
+        """Fill these masters with zeros. The optimizer's state stays as it is."""
+        ...
+
+    def optimizer(self, stored: str) -> Mapping[str, Any]:
+        """The optimizer's state of a master, as plain values; of a tensor its shape, as a list. Errors:
+        ``UnsupportedSetup`` for a tensor that is not fp32."""
+        ...
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
+        """Another rank's :meth:`optimizer` is to be that of this master. Its tensors are zeros until they are added to
+        (:func:`state_name`), and take effect in :meth:`finish`."""
+        ...
+
+    def finish(self) -> None:
+        """All elements have come."""
         ...
 
     def read(self, stored: str, copy: Copy) -> bytes:

@@ -35,6 +35,7 @@ from tests.cluster.deepspeed.harness import (
     Case,
     First,
     Last,
+    cloned,
     deepspeed,
     differences,
     objective,
@@ -382,22 +383,57 @@ def check_older_base(job: Job) -> Iterable[str]:
     checkpointer.close()
 
 
-def check_tied(job: Job) -> Iterable[str]:
-    """The first stage is lost: its embedding is that of the last one, which ties it, and its blocks are copies."""
-    _, whole, _ = life(job, "neighbours-and-ends")
-    job.lose(0)
+def check_tied(job: Job, method: str) -> Iterable[str]:
+    """The first stage is lost: its embedding is that of the last one, which ties it, with its moments, so that the two
+    stay alike. Its blocks are copies, or of an older version."""
+    older = method == "older-base"
+    state, whole, _ = life(job, "neighbours")
+    job.lose(0, before=BASE + 1 if older else None)
     engine = job.build(99)
-    checkpointer = job.attach(engine, "neighbours-and-ends")
+    checkpointer = job.attach(engine, LostStage(method=method, behind_max=1 if older else None))
+    recovery = checkpointer.recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT, "approximate"):
+        yield f"recovered {recovery}"
     found, _ = assembled(DeepSpeedProvider(engine))
     own = [key for key in whole if key[0].startswith("tied_modules.")]
     if not own:
         yield f"nothing is tied in {list(whole)}"
     wanted = {key[0]: whole[key] for key in own}
-    for index in range(job.blocks):
+    for index in range(0 if older else job.blocks):
         wanted |= averaged(whole, [(1.0, 1 + job.blocks + index)], 1 + index)
     yield from differences("first", wanted, {name: found[name, ""] for name in wanted})
-    trained(engine, LOST_AT + 2)
+    if dist.get_rank() == 0:
+        yield from differences("tied", tied_state(state["optimizer_state"]), tied_state(optimizer_of(engine)))
+    trained(engine, LOST_AT + 3)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {**tied_state(masters_of(engine)), **tied_state(optimizer_of(engine), "moments of ")})
+    yield from differences("tied weights of the first and the last stage", every[0], every[-1])
+    if not every[0]:
+        yield "the first stage has no tied weight"
     checkpointer.close()
+
+
+def check_tied_partitions(job: Job) -> Iterable[str]:
+    """Under ZeRO 1 a tied embedding lies in a partition with the rest of its stage."""
+    life(job, "neighbours")
+    job.lose(0)
+    engine = job.build(99)
+    yield from missing(
+        refusal(job, engine, "neighbours-and-ends"), "they would drift apart", "tied layers under ZeRO 0"
+    )
+
+
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    return cloned(dict(DeepSpeedProvider(engine).masters()))
+
+
+def optimizer_of(engine: Any) -> dict[str, Any]:
+    return cloned(dict(DeepSpeedProvider(engine).optimizer_state()))
+
+
+def tied_state(held: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {prefix + name: each for name, each in held.items() if name.startswith("tied_modules.")}
 
 
 def check_copies(job: Job) -> Iterable[str]:
@@ -432,7 +468,9 @@ def checks(directory: Path) -> dict[str, Callable[[], tuple[Job, Iterable[str]]]
         "zero0-fp32": of("zero0-fp32", check_made, FP32, (2,), "neighbours", 2.0),
         "refusals": of("refusals", check_refusals, FP32, odd=(2,)),
         "older-base": of("older-base", check_older_base, BF16),
-        "tied": of("tied", check_tied, FP32, tied=True),
+        "tied": of("tied", check_tied, FP32, "neighbours-and-ends", tied=True, blocks=1),
+        "tied-older": of("tied-older", check_tied, FP32, "older-base", tied=True, blocks=1),
+        "tied-partitions": of("tied-partitions", check_tied_partitions, BF16, tied=True, blocks=1),
         "copies": of("copies", check_copies, FP32, data=2),
         "six-stages": of("six-stages", check_made, FP32, (1, 3), LostStage(steps=3), 2.0, blocks=1),
     }

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
 
-FOUR_STAGES = ("zero1-bf16", "zero0-fp32", "refusals", "older-base", "tied", "copies")
+FOUR_STAGES = ("zero1-bf16", "zero0-fp32", "refusals", "older-base", "tied", "tied-older", "tied-partitions", "copies")
 SIX_STAGES = ("six-stages",)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tiercheck.archive.inventory import Inventory, spans_text
 from tiercheck.archive.tiers import TierContents
+from tiercheck.cli.as_json import listing_object
+from tiercheck.cli.checkpoints import generation_text
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import Key, LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
@@ -67,3 +69,18 @@ def test_spans_are_told_in_short() -> None:
     assert spans_text([(0, 7), (12, 12)]) == "0..7, 12"
     assert spans_text([]) == "none"
     assert spans_text([(each, each) for each in range(0, 40, 2)]).startswith("(12 older ranges), 24")
+
+
+def test_what_was_made_anew_is_told_of_all_that_comes_from_it_and_of_nothing_else() -> None:
+    made = ("stage 1 is the average of 0 and 2", "the learning rate is raised")
+    first, second, third = Branch(1, 0, 0, 2, TOKEN), Branch(2, 1, 6, 2, TOKEN, made=made), Branch(3, 2, 9, 2, TOKEN)
+    shards = [*captured(1, 2, 4, 6), *captured(2, 2, 6, 9), *captured(3, 2, 9, 12)]
+    inventory = listing(shards, first, second, third)
+    assert inventory.made_before(1) == ()
+    told = tuple(f"generation 2: {each}" for each in made)
+    assert inventory.made_before(2) == inventory.made_before(3) == told
+    (before, own, after) = listing_object(inventory)["generations"]
+    assert [each["made_anew"] for each in (before, own, after)] == [[], list(made), []]
+    assert "approximate: stage 1 is the average of 0 and 2; approximate: the" in generation_text(
+        inventory.generations[1]
+    )

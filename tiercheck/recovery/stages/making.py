@@ -19,6 +19,7 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError, RecoveryError
 from tiercheck.format.index.assemble import Holdings
+from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import plain_index, read_index
 from tiercheck.policy.neighbours import Layer, Method, Substitute, check_layers, substitutes
@@ -26,8 +27,8 @@ from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.spans import spans_of, spans_text
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import named
-from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange
-from tiercheck.streams.stage import StagePlace, StageState
+from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange, tied
+from tiercheck.streams.stage import StagePlace, StageState, state_name
 
 __all__ = ["RAISED_RATE", "Made", "StageMaking", "stage_state"]
 
@@ -88,7 +89,7 @@ class StageMaking:
         why."""
         self._planned = self._substitutes({}, exponent=0.0)
         self._indexes = await self._told_indexes()
-        self._contributions()
+        tied(self._contributions(), self._indexes)
 
     def version_of(self, rank: int) -> int | None:
         """The version that a lost rank goes back to by itself; ``None``: it is made of others."""
@@ -145,10 +146,9 @@ class StageMaking:
         norms, exponent = await self._norms(host_state)
         self._planned = self._substitutes(norms, exponent)
         planned = self._contributions()
-        is_made = self._ranks.rank in self.lost and self.version_of(self._ranks.rank) is None
-        if is_made:
-            self._state.clear()
-        await exchange(planned, self._state, self._ranks)
+        self._state.clear({each.into for each in planned if each.target == self._ranks.rank})
+        await exchange([*planned, *await self._optimizers(planned)], self._state, self._ranks)
+        await self._ranks.gather("taking over what was brought", self._state.finish)
         taken = await self._host_states(host_state)
         rate = self._option.rate(scheduled=any(place.scheduled for place in self._places))
         said = tuple(self._said(each, version, exponent) for each in self._planned)
@@ -156,6 +156,28 @@ class StageMaking:
             taken = {**taken, RAISED_RATE: {"factor": rate.factor, "until": version + rate.steps}}
             said += (f"the learning rate is raised by a factor of {rate.factor:g} for {rate.steps} steps",)
         return Made(taken, bounded(said))
+
+    async def _optimizers(self, planned: Sequence[Contribution]) -> list[Contribution]:
+        """The optimizer's state of what other ranks train too. Collective."""
+        whole, rank = tied(planned, self._indexes), self._ranks.rank
+        if not whole:
+            return []
+
+        def tell() -> dict[str, Any]:
+            return {each.stored: self._state.optimizer(each.stored) for each in whole if each.source == rank}
+
+        told = await self._ranks.gather("the optimizer's state of tied layers", tell)
+        found: list[Contribution] = []
+        for each in whole:
+            state: Mapping[str, Any] = told[each.source][each.stored]
+            if each.target == rank:
+                self._state.expect_optimizer(each.into, state)
+            for key, shape in state.items():
+                if isinstance(shape, list):
+                    copy = Copy((math.prod(shape),), 0, (1,), 0, (1,))
+                    names = state_name(each.stored, key), state_name(each.into, key)
+                    found.append(Contribution(each.source, each.target, 1.0, *names, copy))
+        return found
 
     async def _norms(self, host_state: Mapping[str, Any] | None) -> tuple[dict[int, float | None], float]:
         """By stage, the norm of its last gradient, of the layers that go into a lost stage; and the exponent. If one is
@@ -187,7 +209,7 @@ class StageMaking:
         made = [each for each in self._planned if each.method is not Method.ROLL_BACK]
         concerned = {stage for each in made for stage in (each.stage, *_shared(each))}
         own = self._places[self._ranks.rank]
-        tells = bool(made) and (own.stage in concerned or own.shares)
+        tells = own.stage in concerned or own.shares
         told = await self._ranks.gather(
             "what the stages hold", lambda: plain_index(self._state.index()) if tells else None
         )
@@ -205,15 +227,16 @@ class StageMaking:
         }
         planned: list[Contribution] = []
         for each in self._planned:
-            if each.method is Method.ROLL_BACK:
-                continue
-            ingredients = [
-                Ingredient(share.weight, self._names(each, share.stage), held[share.stage])
-                for share in each.shares
-                if share.weight
-            ]
+            ingredients = None
+            if each.method is not Method.ROLL_BACK:
+                ingredients = [
+                    Ingredient(share.weight, self._names(each, share.stage), held[share.stage])
+                    for share in each.shares
+                    if share.weight
+                ]
             for rank in self._lost_of(each.stage):
-                planned += contributions(rank, indexes[rank], left, ingredients)
+                if rank in indexes:
+                    planned += contributions(rank, indexes[rank], left, ingredients)
         return planned
 
     def _names(self, substitute: Substitute, stage: int) -> dict[str, str]:

@@ -51,14 +51,16 @@ class Contribution:
     """The tensor that the source stores them in."""
     into: str
     copy: Copy
+    own: bool = False
+    """The source has it under the same name: it is no substitute."""
 
 
 def contributions(
-    rank: int, wanted: LogicalIndex, left: Holdings, ingredients: Sequence[Ingredient]
+    rank: int, wanted: LogicalIndex, left: Holdings, ingredients: Sequence[Ingredient] | None
 ) -> list[Contribution]:
     """What the lost ``rank`` is made of. What any surviving rank has under the same name is taken as it is (``left``:
-    tied layers, data-parallel copies); all else is the weighted sum of the ingredients. Errors: ``RecoveryError``
-    naming what nobody has."""
+    tied layers, data-parallel copies); all else is the weighted sum of the ingredients, or stays if there are none
+    (``None``). Errors: ``RecoveryError`` naming what nobody has."""
     found: list[Contribution] = []
     lacking: list[str] = []
     for into, start, piece in pieces_of(wanted):
@@ -66,9 +68,11 @@ def contributions(
         own = assemble(one, left, rank=rank)
         if not own.missing:
             found += [
-                Contribution(each.rank, rank, 1.0, each.source, into, shifted(each.copy, 0, start))
+                Contribution(each.rank, rank, 1.0, each.source, into, shifted(each.copy, 0, start), own=True)
                 for each in own.transfers
             ]
+            continue
+        if ingredients is None:
             continue
         plans = []
         for ingredient in ingredients:
@@ -89,6 +93,25 @@ def contributions(
     if lacking:
         said = named(list(dict.fromkeys(lacking)))
         raise RecoveryError(f"rank {rank} cannot be made of what is left: no surviving rank has {said}")
+    return found
+
+
+def tied(planned: Iterable[Contribution], indexes: Mapping[int, LogicalIndex]) -> list[Contribution]:
+    """Of the plan, what brings whole masters that the source has under the same name: the optimizer's state goes with
+    them. Copies that ranks train apart stay alike only if that is alike too. Errors: ``RecoveryError`` for a part of a
+    master: its optimizer's state is one with that of the rest, which begins anew."""
+    found = [each for each in planned if each.own]
+    for each in found:
+        sizes = {
+            sum(piece.elements for piece in indexes[rank].stored[stored])
+            for rank, stored in ((each.source, each.stored), (each.target, each.into))
+        }
+        if sizes != {each.copy.elements}:
+            raise RecoveryError(
+                f"{each.into} of rank {each.target} has elements that rank {each.source} trains too (tied layers), and "
+                "they would drift apart: ZeRO keeps one optimizer state for them and others. Supported are tied layers "
+                "under ZeRO 0"
+            )
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from tiercheck import kernels
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import MASTER, LogicalIndex, Padding, Shape
-from tiercheck.streams.stage import StagePlace
+from tiercheck.streams.stage import STATE, StagePlace
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
+from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["GradientNorms", "PipelineStage", "TensorStage"]
 
@@ -44,6 +45,8 @@ class TensorStage:
     def __init__(self, provider: StateProvider, stage: PipelineStage) -> None:
         self._provider = provider
         self._stage = stage
+        self._expected: dict[str, dict[str, Any]] = {}
+        """By master, the optimizer's state that comes from another rank."""
 
     @property
     def place(self) -> StagePlace:
@@ -63,10 +66,33 @@ class TensorStage:
         found = [known.get(layer, NOT_KNOWN) for layer in self._stage.layers]
         return [each if isinstance(each, float) and math.isfinite(each) else None for each in found]
 
-    def clear(self) -> None:
+    def clear(self, stored: Collection[str]) -> None:
+        masters = self._provider.masters()
         with torch.no_grad():
-            for master in self._provider.masters().values():
-                master.zero_()
+            for name in stored:
+                masters[name.removeprefix(MASTER)].zero_()
+
+    def optimizer(self, stored: str) -> Mapping[str, Any]:
+        held = self._provider.optimizer_state().get(stored.removeprefix(MASTER), {})
+        if odd := [key for key, each in held.items() if is_tensor(each) and each.dtype is not torch.float32]:
+            raise UnsupportedSetup(f"the optimizer's {odd[0]} of the tied {stored} is {held[odd[0]].dtype}, not fp32")
+        return {key: list(each.shape) if is_tensor(each) else to_plain(each, key) for key, each in held.items()}
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
+        self._expected[stored.removeprefix(MASTER)] = {
+            key: torch.zeros(each) if isinstance(each, list) else each for key, each in told.items()
+        }
+
+    def finish(self) -> None:
+        provider, expected = self._provider, self._expected
+        self._expected = {}
+        if expected:
+            provider.load(
+                masters=provider.masters(),
+                optimizer_state={**provider.optimizer_state(), **expected},
+                extras=extras_of(provider),
+                hyperparameters=provider.hyperparameters(),
+            )
 
     def read(self, stored: str, copy: Copy) -> bytes:
         elements = self._view(stored, copy.lengths, copy.source_start, copy.source_strides)
@@ -82,10 +108,23 @@ class TensorStage:
 
     def _view(self, stored: str, lengths: Shape, start: int, strides: Shape) -> torch.Tensor:
         """Errors: ``UnsupportedSetup`` for a master whose elements are not in their order."""
-        master = self._provider.masters()[stored.removeprefix(MASTER)]
+        master = self._tensor(stored)
         if not master.is_contiguous():
             raise UnsupportedSetup(f"the master {stored} is not contiguous, and cannot be made of other stages")
         return master.as_strided(lengths, strides, master.storage_offset() + start)
+
+    def _tensor(self, stored: str) -> torch.Tensor:
+        if not stored.startswith(STATE):
+            return self._provider.masters()[stored.removeprefix(MASTER)]
+        key, _, master = stored.removeprefix(STATE).partition("/")
+        name = master.removeprefix(MASTER)
+        states = self._expected if name in self._expected else self._provider.optimizer_state()
+        tensor: torch.Tensor = states[name][key]
+        return tensor
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class GradientNorms:

@@ -76,9 +76,12 @@ class Stage(Held):
         found: Sequence[float | None] = host_state["norms"]
         return found
 
-    def clear(self) -> None:
-        for array in self.arrays.values():
-            array[:] = 0
+    def clear(self, stored: Collection[str]) -> None:
+        for name in stored:
+            self.arrays[name][:] = 0
+
+    def finish(self) -> None:
+        pass
 
 
 def made(

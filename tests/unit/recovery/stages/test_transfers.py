@@ -16,7 +16,7 @@ from tiercheck.format.index.boxes import Copy, strided
 from tiercheck.format.index.logical import Block, LogicalIndex, LogicalTensor, Padding, Range
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.stages import transfers
-from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange, split
+from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange, split, tied
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
 
@@ -122,3 +122,27 @@ def test_a_copy_in_parts_has_the_same_elements(elements_max: int) -> None:
     parts = list(split(copy, elements_max))
     assert all(part.elements <= elements_max for part in parts)
     assert pairs(parts) == pairs([copy])
+
+
+def test_the_optimizers_state_goes_with_whole_masters_alone() -> None:
+    shape = (12,)
+    embedding = tensor(0, "tied", shape)
+    alone = index({"master/e": (Range("0.tied", 0, 12),)}, embedding)
+    among = index({"master/p": (Range("2.w", 0, 12), Range("0.tied", 0, 12))}, tensor(2), embedding)
+    other = flat(1, 0, 12)
+    whole = contributions(2, alone, Holdings({0: alone}), [])
+    assert [(each.stored, each.into) for each in tied(whole, {0: alone, 2: alone})] == [("master/e", "master/e")]
+    for source, target in ((among, alone), (alone, among)):
+        planned = contributions(2, target, Holdings({0: source}), [ingredient(1.0, 1, {1: other})])
+        with pytest.raises(RecoveryError, match=r"tied layers.* would drift apart"):
+            tied(planned, {0: source, 1: other, 2: target})
+    assert not tied(contributions(2, flat(2, 0, 12), Holdings({1: other}), [ingredient(1.0, 1, {1: other})]), {})
+
+
+def test_without_ingredients_only_what_others_have_is_brought() -> None:
+    wanted = index(
+        {"master/a": (Range("2.w", 0, 12),), "master/e": (Range("0.e", 0, 3),)}, tensor(2), tensor(0, "e", (3,))
+    )
+    tied_there = index({"master/e": (Range("0.e", 0, 3),)}, tensor(0, "e", (3,)))
+    found = contributions(2, wanted, Holdings({0: tied_there}), None)
+    assert [(each.source, each.into, each.own) for each in found] == [(0, "master/e", True)]

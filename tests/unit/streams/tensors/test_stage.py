@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.unit.streams.tensors.test_provider import Least
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import Copy
+from tiercheck.streams.stage import state_name
 from tiercheck.streams.tensors.stage import GradientNorms, PipelineStage, TensorStage, runs_of
 
 STAGE = PipelineStage(1, 4, 0, 1, {"3": {"w": (2, 3)}, "4": {"w": (2, 3)}}, shares=False, scheduled=False)
@@ -32,8 +34,9 @@ def test_elements_are_read_and_added_where_they_lie() -> None:
     provider = Kept()
     name, master = "b", provider.kept["b"]
     stage = stage_of(provider)
-    stage.clear()
+    stage.clear(["master/b"])
     assert not master.any()
+    assert provider.kept["a"].all()
     elements = torch.arange(master.numel(), dtype=torch.float32)
     every = Copy((master.numel(),), 0, (1,), 0, (1,))
     stage.add(f"master/{name}", every, elements.numpy().tobytes(), 0.5)
@@ -41,6 +44,47 @@ def test_elements_are_read_and_added_where_they_lie() -> None:
     assert torch.equal(master.reshape(-1), 0.5 * elements + 0.25 * elements)
     one = Copy((1,), master.numel() - 1, (1,), 0, (1,))
     assert stage.read(f"master/{name}", one) == master.reshape(-1)[-1:].numpy().tobytes()
+
+
+class Stepped(Kept):
+    """With the state of an optimizer, which :meth:`load` takes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"a": {"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0), "kind": "x"}, "b": {"step": 1}}
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        return self.state
+
+    def load(self, **given: Any) -> None:
+        assert given["masters"] is self.kept
+        self.state = given["optimizer_state"]
+
+
+def test_the_optimizers_state_of_a_master_comes_from_another_rank() -> None:
+    there, here = Stepped(), Stepped()
+    here.state = {"b": {"step": 1}}
+    source, target = stage_of(there), stage_of(here)
+    told = source.optimizer("master/a")
+    assert told == {"exp_avg": [2], "step": [], "kind": "x"}
+    target.expect_optimizer("master/a", told)
+    for key, size in (("exp_avg", 2), ("step", 1)):
+        name, copy = state_name("master/a", key), Copy((size,), 0, (1,), 0, (1,))
+        target.add(name, copy, source.read(name, copy), 1.0)
+    assert here.state == {"b": {"step": 1}}, "not before all has come"
+    target.finish()
+    assert here.state["b"] == {"step": 1}
+    assert here.state["a"]["kind"] == "x"
+    assert here.state["a"]["exp_avg"].tolist() == [3.0, 3.0]
+    assert here.state["a"]["step"].item() == 7.0
+    target.finish()
+
+
+def test_an_optimizers_tensor_that_is_not_fp32_is_refused_by_name() -> None:
+    provider = Stepped()
+    provider.state["a"]["exp_avg"] = torch.zeros(2, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedSetup, match=r"the optimizer's exp_avg of the tied master/a is torch\.bfloat16"):
+        stage_of(provider).optimizer("master/a")
 
 
 def test_a_master_whose_elements_are_in_another_order_is_refused() -> None:
