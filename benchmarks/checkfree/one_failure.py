@@ -21,7 +21,6 @@ class Aftermath:
     parameters: int
     seed: int
     strategy: str
-    meaning: str
     lost: str
     gaps: Mapping[int, float]
 
@@ -45,7 +44,6 @@ def aftermaths(lines: Sequence[Line]) -> list[Aftermath]:
                 parameters=line["parameters"],
                 seed=line["key"]["setup"]["seed"],
                 strategy=line["key"]["strategy"]["name"],
-                meaning=line["key"]["strategy"]["meaning"],
                 lost=lost,
                 gaps={step - int(at): loss - losses[step] for step, loss in line["validation"] if step in losses},
             )
@@ -75,12 +73,11 @@ def tables(found: Sequence[Aftermath]) -> list[tuple[str, list[str], list[list[s
         cells = [
             [
                 same[0].strategy,
-                same[0].meaning,
                 *(f"{fmean(each.gaps[step] for each in same):+.4f}" for step in after),
                 str(len(same)),
             ]
             for same in ordered
         ]
-        headings = ["strategy", "", *("at once" if not step else f"{step} steps later" for step in after), "seeds"]
+        headings = ["strategy", *("at once" if not step else f"{step} steps later" for step in after), "seeds"]
         made.append((f"{model} ({own[0].parameters / 1e6:.1f}M parameters), {lost} is lost", headings, cells))
     return made
