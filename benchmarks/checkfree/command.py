@@ -18,7 +18,8 @@ LINES = Path("checkfree.jsonl")
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
-    parser.add_argument("--model", choices=("3M", "20M"), action="append", help="one alone (both)")
+    parser.add_argument("--model", choices=("3M", "20M"), action="append", help="3M takes less than an hour (3M)")
+    parser.add_argument("--traces", action="store_true", help="whole trainings under the failure traces too: hours")
     parser.add_argument("--seed", type=int, action="append", help="of training, data and trace (1 and 2)")
     parser.add_argument("--rate", choices=("5%", "10%", "16%"), action="append", help="of failures an hour (all)")
     parser.add_argument(
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             report.show(lines)
         if arguments.plot is not None:
-            plot_checkfree(arguments.plot, report.results(lines))
+            plot_checkfree(arguments.plot, lines)
     except (OSError, ValueError, KeyError) as error:
         progress(f"error: {arguments.lines}: {error}")
         return 2
@@ -62,15 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def trained(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from benchmarks.checkfree.experiment import parts, run_parts
+    from benchmarks.checkfree.experiment import parts, run_parts, single_parts, undisturbed_parts
     from benchmarks.checkfree.trace import RATES
     from benchmarks.training import threads_of_torch
 
-    models = ("tiny",) if arguments.quick else arguments.model or ("3M", "20M")
-    chosen = [
-        part
-        for model in models
-        for part in parts(model, arguments.seed or (1, 2), rates=arguments.rate or tuple(RATES))
-    ]
+    models = ("tiny",) if arguments.quick else arguments.model or ("3M",)
+    seeds = arguments.seed or ((1,) if arguments.quick else (1, 2))
+    rates = arguments.rate or (("10%",) if arguments.quick else tuple(RATES))
+    chosen = [part for model in models for part in single_parts(model, seeds)]
+    if arguments.traces or arguments.quick:
+        chosen += [part for model in models for part in parts(model, seeds, rates=rates)]
+    else:
+        chosen += [part for model in models for part in undisturbed_parts(model, seeds)]
     with threads_of_torch(1):
         yield from run_parts(chosen, arguments.lines, progress=progress, one=arguments.one)

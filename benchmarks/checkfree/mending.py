@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tiercheck.policy.neighbours import (
     substitutes,
 )
 
-__all__ = ["BASELINES", "STRATEGIES", "Strategy", "mend"]
+__all__ = ["BASELINES", "STRATEGIES", "Bases", "Strategy", "mend", "recorded_error"]
 
 RANDOM_STD = 0.02
 """Of the demo's initialisation."""
@@ -112,6 +112,8 @@ def mend(pipeline: Pipeline, strategy: Strategy, lost: Sequence[int], bases: Bas
         movement=strategy.movement,
     )
     layers = pipeline.layers()
+    if strategy.fitted:
+        made = tuple(fitted(pipeline, strategy, each, before) for each in made)
     for each in made:
         check_layers(each, layers)
         if each.base is not None:
@@ -139,44 +141,38 @@ def moved(made: Substitute, before: Mapping[int, Stage], bases: Bases) -> Stage:
 
 
 def averaged(pipeline: Pipeline, strategy: Strategy, made: Substitute, before: Mapping[int, Stage]) -> Stage:
-    shares = [made.shares] * pipeline.setup.layers_per_stage
+    """The weighted sum of the shares' parameters, and of their moments if asked for. With ``by_layer``, each layer's
+    own norms weigh it: a linear layer or a norm."""
+    names = pipeline.layer_names(made.stage)
+    shares = dict.fromkeys(names, made.shares)
     if strategy.by_layer and len(made.shares) > 1:
         norms = {share.stage: pipeline.layer_norms[share.stage] for share in made.shares}
-        shares = list(made.by_layer(norms, strategy.exponent))
-    if strategy.fitted and len(made.shares) > 1:
-        shares = [fitted(pipeline, made, before)] * len(shares)
-    return blend(shares, before, moments=strategy.moments, betas=pipeline.setup.betas)
-
-
-def blend(
-    shares: Sequence[Sequence[Share]], before: Mapping[int, Stage], *, moments: bool, betas: tuple[float, float]
-) -> Stage:
-    """By layer, the weighted sum of the shares' parameters, and of their moments if asked for."""
+        shares = dict(zip(names, made.by_layer(norms, strategy.exponent), strict=True))
     found: dict[str, Held] = {}
-    for name, (like, *_) in before[shares[0][0].stage].items():
-        own = shares[int(name.split(".")[0])]
+    for name, (like, *_) in before[made.shares[0].stage].items():
+        own = shares[name.rpartition(".")[0]]
         held = [before[share.stage][name] for share in own]
-        steps = max(each[3] for each in held) if moments else 0
+        steps = max(each[3] for each in held) if strategy.moments else 0
         total = [np.zeros_like(like) for _ in range(3)]
         for share, each in zip(own, held, strict=True):
             kernels.accumulate(each[0], share.weight, total[0])
-            for moment, beta, sums in zip(each[1:3], betas, total[1:], strict=True):
+            for moment, beta, sums in zip(each[1:3], pipeline.setup.betas, total[1:], strict=True):
                 kernels.accumulate(moment, moment_share(share.weight, beta, each[3], steps), sums)
         found[name] = (total[0], total[1], total[2], steps)
     return found
 
 
-def fitted(pipeline: Pipeline, made: Substitute, before: Mapping[int, Stage]) -> tuple[Share, ...]:
+def fitted(pipeline: Pipeline, strategy: Strategy, made: Substitute, before: Mapping[int, Stage]) -> Substitute:
     """The mix of both neighbours that best gives back what was recorded on both sides of the lost stage."""
     one, two = (share.stage for share in made.shares)
     mixes = [(Share(one, float(mix)), Share(two, 1 - float(mix))) for mix in MIXES]
+    tried = [replace(made, shares=mix) for mix in mixes]
     errors = []
-    for mix in mixes:
-        layers = [mix] * pipeline.setup.layers_per_stage
-        pipeline.put(made.stage, blend(layers, before, moments=False, betas=pipeline.setup.betas))
+    for each in tried:
+        pipeline.put(made.stage, averaged(pipeline, strategy, each, before))
         with torch.no_grad():
             errors.append(float(recorded_error(pipeline, made.stage).item()))
-    return mixes[int(np.argmin(errors))]
+    return tried[int(np.argmin(errors))]
 
 
 def distil(pipeline: Pipeline, at: int) -> None:

@@ -6,6 +6,7 @@ are never lost. Everything is a pure function of the seed: data of (seed, step),
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ SWAPPED = (1, 0, *range(2, STAGES - 2), STAGES - 1, STAGES - 2)
 
 VALIDATION_SHARE = 0.1
 VALIDATION_SEED = 1_000_003
-RECORDED = 8
-"""Micro-batches whose activations between the stages are kept."""
+RECORDED = 2
+"""Steps whose activations between the stages are kept."""
 
 Floats = NDArray[np.float32]
 
@@ -49,9 +50,10 @@ class SetUp:
     heads: int
     seed: int
     steps: int
-    layers_per_stage: int = 2
+    layers_per_stage: int = 1
     sequence: int = 64
     micro_batches: int = 2
+    micro_batch: int = 4
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
@@ -89,7 +91,13 @@ class Pipeline:
         groups = [list(stage.parameters()) for stage in self.stages]
         self._parameters = [each for group in (*groups, ends) for each in group]
         place = {id(each): at for at, each in enumerate(self._parameters)}
-        self._places = [[[place[id(each)] for each in layer.parameters()] for layer in stage] for stage in self.stages]
+        self._layers = [
+            {name: each for name, each in stage.named_modules() if list(each.parameters(recurse=False))}
+            for stage in self.stages
+        ]
+        self._places = [
+            [[place[id(each)] for each in layer.parameters()] for layer in own.values()] for own in self._layers
+        ]
         """By stage and layer, which of the parameters are its own."""
         self.optimizer = torch.optim.AdamW(
             [{"params": each} for each in (*groups, ends)],
@@ -102,8 +110,8 @@ class Pipeline:
         """By stage, the gradient norm of each of its layers at the last step, before clipping."""
         self.raised_at: dict[int, int] = {}
         self.activations: deque[tuple[torch.Tensor, ...]] = deque(maxlen=RECORDED)
-        """Of the last micro-batches: what went into each stage, and what came out of the last one."""
-        corpus = load_corpus()
+        """Of the last steps: what went into each stage, and what came out of the last one."""
+        corpus = text()
         edge = int(corpus.size * (1 - VALIDATION_SHARE))
         self._text, self._validation_text = corpus[:edge], corpus[edge:]
 
@@ -116,12 +124,15 @@ class Pipeline:
         """One iteration. Returns its loss, in nats a byte."""
         self.optimizer.zero_grad()
         setup = self.setup
-        inputs, targets = self._windows(self._text, setup.seed, self.version + 1, setup.micro_batches)
+        inputs, targets = self._windows(
+            self._text, setup.seed, self.version + 1, setup.micro_batches * setup.micro_batch
+        )
         loss = 0.0
         if self.swaps:
             for at in range(setup.micro_batches):
+                own = slice(at * setup.micro_batch, (at + 1) * setup.micro_batch)
                 order = SWAPPED if at % 2 else IN_ORDER
-                part = self._loss(inputs[at : at + 1], targets[at : at + 1], order) / setup.micro_batches
+                part = self._loss(inputs[own], targets[own], order) / setup.micro_batches
                 torch.autograd.backward(part)
                 loss += float(part.item())
         else:  # micro-batches of one size in one go: the mean is the same
@@ -144,14 +155,18 @@ class Pipeline:
         with torch.no_grad():
             return float(self._loss(*windows, IN_ORDER).item())
 
+    def layer_names(self, at: int) -> list[str]:
+        """Of a stage: its linear layers and its norms, in order."""
+        return list(self._layers[at])
+
     def layers(self) -> dict[int, list[Layer]]:
         """What :func:`tiercheck.policy.neighbours.check_layers` compares."""
         return {
             at: [
-                Layer(f"stage {at}, layer {number}", tuple((n, tuple(p.shape)) for n, p in layer.named_parameters()))
-                for number, layer in enumerate(stage)
+                Layer(name, tuple((n, tuple(p.shape)) for n, p in each.named_parameters()))
+                for name, each in own.items()
             ]
-            for at, stage in enumerate(self.stages)
+            for at, own in enumerate(self._layers)
         }
 
     def stage(self, at: int) -> dict[str, Held]:
@@ -222,6 +237,11 @@ class Pipeline:
                 "exp_avg": torch.from_numpy(first.copy()).view(parameter.shape),
                 "exp_avg_sq": torch.from_numpy(second.copy()).view(parameter.shape),
             }
+
+
+@functools.cache
+def text() -> NDArray[np.uint8]:
+    return load_corpus()
 
 
 def flat(tensor: torch.Tensor) -> Floats:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from benchmarks.checkfree.cost import Curve
-from benchmarks.checkfree.report import ALONE, Result
+from benchmarks.checkfree.mending import STRATEGIES
+from benchmarks.checkfree.one_failure import Aftermath, aftermaths
+from benchmarks.checkfree.report import ALONE, Line, Result, results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["plot_checkfree"]
 
 COLOURS = ("#1f6feb", "#d1480f", "#2a9d4a", "#8250df", "#bf8700", "#57606a", "#cf222e", "#0a7ea4", "#6e4a1f")
-LEAST_LOSS = 0.03
-"""Of an axis of differences, the least that is shown above and below zero, in nats a byte."""
+STYLES = ("-", "--", ":")
+COLUMNS = 3
+LEAST_CURVES = 2
+"""A comparison has at least two measured curves."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +68,58 @@ PANELS = (
 )
 
 
-def plot_checkfree(path: Path, results: Sequence[Result]) -> None:
-    """Write an SVG (or what the suffix says), a row of panels for each model, means over its seeds."""
+def plot_checkfree(path: Path, lines: Sequence[Line]) -> None:
+    """Write an SVG (or what the suffix says): a panel for each comparison of which something was measured, means over
+    the seeds. Raises ``ValueError`` if nothing was."""
     # The object-oriented interface draws without a display and leaves pyplot's global state alone.
     import matplotlib
     from matplotlib.figure import Figure
 
-    models = list(dict.fromkeys(each.model for each in results))
-    figure = Figure(figsize=(15, 8.5 * len(models)), layout="constrained")
-    grid = figure.subplots(2 * len(models), 3, squeeze=False)
-    for number, model in enumerate(models):
-        own = [each for each in results if each.model == model]
-        for at, panel in enumerate(PANELS):
-            axes = grid[2 * number + at // 3, at % 3]
-            draw(axes, panel, own)
-            axes.set_title(f"{model}: {panel.title}", fontsize=10)
-    # The same results give the same file.
+    drawn: list[tuple[str, Callable[[Axes], None]]] = []
+    found, after = results(lines), aftermaths(lines)
+    for model, lost in dict.fromkeys((each.model, each.lost) for each in after):
+        own = [each for each in after if (each.model, each.lost) == (model, lost)]
+        drawn.append((f"{model}: {lost} is lost once", partial(draw_one_failure, found=own)))
+    for model in dict.fromkeys(each.model for each in found):
+        mine = [each for each in found if each.model == model]
+        for panel in PANELS:
+            known = {(each.strategy, each.rate) for each in mine if not each.derived}
+            if len(known & set(panel.curves)) >= LEAST_CURVES:
+                drawn.append((f"{model}: {panel.title}", partial(draw, panel=panel, results=mine)))
+    if not drawn:
+        raise ValueError("nothing was measured yet that can be compared")
+    rows = -(-len(drawn) // COLUMNS)
+    figure = Figure(figsize=(15, 4.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, COLUMNS, squeeze=False)
+    for axes in grid.flat[len(drawn) :]:
+        axes.set_axis_off()
+    for axes, (title, drawing) in zip(grid.flat, drawn, strict=False):
+        drawing(axes)
+        axes.set_title(title, fontsize=10)
+    # The same lines give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "tiercheck", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw(axes: Axes, panel: Panel, results: Sequence[Result]) -> None:
+def draw_one_failure(axes: Axes, *, found: Sequence[Aftermath]) -> None:
+    strategies = list(STRATEGIES)
+    for name in dict.fromkeys(each.strategy for each in found):
+        curve = mean_curve([sorted(each.gaps.items()) for each in found if each.strategy == name])
+        number = strategies.index(name)
+        axes.plot(
+            [at for at, _ in curve],
+            [gap for _, gap in curve],
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=STYLES[number // len(COLOURS)],
+            marker="o",
+            markersize=3,
+            linewidth=1.3,
+            label=name,
+        )
+    finish(axes, "steps after the failure", "loss above the undisturbed (nats a byte)", zero=True)
+
+
+def draw(axes: Axes, *, panel: Panel, results: Sequence[Result]) -> None:
     rates = {rate for _, rate in panel.curves}
     for number, (strategy, rate) in enumerate(panel.curves):
         same = [each for each in results if (each.strategy, each.rate) == (strategy, rate)]
@@ -99,16 +135,22 @@ def draw(axes: Axes, panel: Panel, results: Sequence[Result]) -> None:
             linewidth=1.5,
             label=label,
         )
-    axes.set_xlabel("hours, by the cost model" if panel.hours else "steps")
-    axes.set_ylabel("loss above the undisturbed (nats a byte)" if panel.gaps else "validation loss (nats a byte)")
-    if panel.gaps:
+    finish(
+        axes,
+        "hours, by the cost model" if panel.hours else "steps",
+        "loss above the undisturbed (nats a byte)" if panel.gaps else "validation loss (nats a byte)",
+        zero=panel.gaps,
+    )
+
+
+def finish(axes: Axes, x: str, y: str, *, zero: bool) -> None:
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    if zero:
         axes.axhline(0, color="#b0b8c4", linewidth=1)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, -LEAST_LOSS), max(high, LEAST_LOSS))
     axes.grid(visible=True, alpha=0.3)
     axes.tick_params(labelsize=8)
-    if axes.lines:
-        axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False)
 
 
 def course(result: Result, hours: bool) -> Curve:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkfree.cost import CHECKPOINTS, CostModel, Curve, in_place, redundant, rolled_back, steps_to
+from benchmarks.checkfree.one_failure import aftermaths, is_one_failure
+from benchmarks.checkfree.one_failure import tables as tables_of_one_failure
 from benchmarks.checkfree.trace import HORIZON, RATES, plain_trace
 
 __all__ = ["ALONE", "Result", "markdown", "read_lines", "results", "show"]
@@ -25,7 +27,16 @@ STAGES = 6
 TARGET_AT = 2 / 3
 """The target is the loss that the undisturbed training has after that share of its steps."""
 
-HEADINGS = ("strategy", "failures", "final loss", "worse by", "perplexity", "iterations to target", "hours to target")
+HEADINGS = (
+    "strategy",
+    "failures",
+    "final loss",
+    "worse by",
+    "perplexity",
+    "iterations to target",
+    "hours to target",
+    "seeds",
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,12 @@ def results(lines: Sequence[Line], cost: CostModel | None = None) -> list[Result
     alone = {
         (setup_of(line)["name"], setup_of(line)["seed"]): line
         for line in lines
-        if line["key"]["strategy"]["name"] == "none"
+        if line["key"]["strategy"]["name"] == "none" and not is_one_failure(line)
     }
     found: list[Result] = []
     for line in lines:
+        if is_one_failure(line):
+            continue
         base = alone.get((setup_of(line)["name"], setup_of(line)["seed"]))
         if base is not None:
             found.append(measured(line, base, cost))
@@ -162,33 +175,38 @@ def cells(same: Sequence[Result]) -> list[str]:
         mean([None if each.final is None else exp(each.final) for each in same], ".2f"),
         mean([each.iterations for each in same], ".0f"),
         mean([each.hours for each in same], ".1f"),
+        str(len(same)),
     ]
 
 
-def tables(found: Sequence[Result]) -> list[tuple[str, list[list[str]]]]:
-    """A title and the cells for each model and rate, the undisturbed trainings first, the least loss last."""
-    made = []
+Cells = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A title, the headings, and the rows."""
+
+
+def tables(lines: Sequence[Line]) -> list[Cells]:
+    """Of one failure alone; then for each model and rate, the undisturbed trainings first."""
+    made: list[Cells] = list(tables_of_one_failure(aftermaths(lines)))
+    found = results(lines)
     for model in dict.fromkeys(each.model for each in found):
         own = [each for each in found if each.model == model]
-        seeds = len({each.seed for each in own})
         rates = [rate for rate in dict.fromkeys(each.rate for each in own) if rate != ALONE]
         for rate in [ALONE, *sorted(rates, key=lambda each: (float(each.split("%")[0]), each))]:
             groups: dict[str, list[Result]] = {}
             for each in own:
                 if each.rate == rate:
                     groups.setdefault(each.strategy, []).append(each)
-            title = f"{model} ({own[0].parameters / 1e6:.1f}M parameters), {seeds} seeds, "
+            title = f"{model} ({own[0].parameters / 1e6:.1f}M parameters), "
             title += "no failure" if rate == ALONE else f"failures at {rate} an hour and stage"
-            made.append((title, [cells(same) for same in groups.values()]))
+            made.append((title, HEADINGS, [cells(same) for same in groups.values()]))
     return made
 
 
 def show(lines: Sequence[Line]) -> None:
     console = Console()
-    for title, rows in tables(results(lines)):
+    for title, headings, rows in tables(lines):
         shown = Table(title=title, title_justify="left")
-        for heading in HEADINGS:
-            shown.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=True)
+        for at, heading in enumerate(headings):
+            shown.add_column(heading, justify="right" if at else "left")
         for each in rows:
             shown.add_row(*each)
         console.print(shown)
@@ -196,8 +214,8 @@ def show(lines: Sequence[Line]) -> None:
 
 def markdown(lines: Sequence[Line]) -> str:
     """The tables for the documentation."""
-    rules = ["---", *["---:"] * (len(HEADINGS) - 1)]
     return "\n".join(
-        f"{title}:\n\n" + "".join(f"| {' | '.join(each)} |\n" for each in (HEADINGS, rules, *rows))
-        for title, rows in tables(results(lines))
+        f"{title}:\n\n"
+        + "".join(f"| {' | '.join(each)} |\n" for each in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows))
+        for title, headings, rows in tables(lines)
     )

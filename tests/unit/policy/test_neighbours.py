@@ -17,6 +17,7 @@ from tiercheck.policy.neighbours import (
     Share,
     Substitute,
     check_layers,
+    moment_share,
     substitutes,
     weigh,
 )
@@ -189,3 +190,17 @@ def test_the_learning_rate_is_raised_for_some_steps() -> None:
     assert [RaisedRate(1.1, 2).at(step) for step in range(4)] == [1.1, 1.1, 1.0, 1.0]
     with pytest.raises(ConfigurationError, match="factor above 0"):
         RaisedRate(0.0)
+
+
+def test_a_moment_is_corrected_for_its_own_steps_before_it_is_averaged() -> None:
+    """Two stages of the same gradient, one of which was made anew three steps ago: the average is the moment of 10."""
+
+    def moment(steps: int) -> float:
+        return sum(0.9**at * 0.1 for at in range(steps))
+
+    made = sum(moment_share(0.5, 0.9, steps, 10) * moment(steps) for steps in (10, 3))
+    assert made == pytest.approx(moment(10))
+    assert moment_share(0.25, 0.9, 10, 10) == 0.25
+    assert moment_share(0.5, 0.9, 0, 10) == 0
+    with pytest.raises(ConfigurationError, match="beta"):
+        moment_share(0.5, 1.0, 3, 3)
