@@ -89,8 +89,8 @@ async def made_anew(seed: int, number: int, moment: str) -> int:
 
 def kill_here_and_there(seed: int) -> None:
     calls = virtual_time.run(made_anew(seed, 0, ""))
-    for number in range(1 + 4 * seed, calls, 8):
-        virtual_time.run(made_anew(seed, number, ("before", "after")[number // 8 % 2]))
+    for number in range(1 + 8 * seed, calls, 16):
+        virtual_time.run(made_anew(seed, number, ("before", "after")[number // 16 % 2]))
 
 
 def test_a_kill_at_any_call_of_such_a_recovery_loses_nothing() -> None:
