@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.checkfree.plot import plot_checkfree
 
     try:
-        lines = report.read_lines(arguments.lines) if arguments.only_lines else []
-        for line in () if arguments.only_lines else trained(arguments):
+        lines: list[report.Line] = []
+        for line in report.read_lines(arguments.lines) if arguments.only_lines else trained(arguments):
             lines.append(line)
             if arguments.json:
                 print(json.dumps(line), flush=True)
-        if arguments.json and not arguments.only_lines:
+        if arguments.json:
             print(json.dumps(machine_facts()), flush=True)
         elif arguments.markdown:
             print(report.markdown(lines), end="")

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.checkfree.mending import BASELINES, STRATEGIES, Bases, Strategy, mend
+from benchmarks.checkfree.one_failure import SMOOTHED
 from benchmarks.checkfree.pipeline import STAGES, Held, Pipeline, SetUp
-from benchmarks.checkfree.trace import RATES, Trace, hard_trace, one_loss, plain_trace
+from benchmarks.checkfree.trace import ALONE, RATES, Trace, hard_trace, one_loss, plain_trace
 from tiercheck.policy.neighbours import Method
 
 __all__ = ["MODELS", "Part", "parts", "run_parts", "single_parts", "undisturbed_parts"]
@@ -46,11 +47,6 @@ SINGLE_AT = 4 / 5
 """Of a training's steps, where that failure is: in the middle between two bases."""
 AFTER = (0, 10, 25, 50)
 """Steps after that failure at which the loss is validated."""
-
-ALONE = "-"
-"""The rate of a training without failures."""
-SMOOTHED = 25
-"""Steps of which the training loss is told as one mean."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from benchmarks.checkfree.cost import Curve
-from benchmarks.checkfree.mending import STRATEGIES
-from benchmarks.checkfree.one_failure import Aftermath, aftermaths
-from benchmarks.checkfree.report import ALONE, Line, Result, results
+from benchmarks.checkfree.one_failure import SMOOTHED, Aftermath, aftermaths
+from benchmarks.checkfree.report import Line, Result, results
+from benchmarks.checkfree.trace import ALONE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["plot_checkfree"]
 
 COLOURS = ("#1f6feb", "#d1480f", "#2a9d4a", "#8250df", "#bf8700", "#57606a", "#cf222e", "#0a7ea4", "#6e4a1f")
-STYLES = ("-", "--", ":")
 COLUMNS = 3
 LEAST_CURVES = 2
 """A comparison has at least two measured curves."""
@@ -79,7 +78,7 @@ def plot_checkfree(path: Path, lines: Sequence[Line]) -> None:
     found, after = results(lines), aftermaths(lines)
     for model, lost in dict.fromkeys((each.model, each.lost) for each in after):
         own = [each for each in after if (each.model, each.lost) == (model, lost)]
-        drawn.append((f"{model}: {lost} is lost once", partial(draw_one_failure, found=own)))
+        drawn.append((f"{model}: one failure, {lost}", partial(draw_one_failure, found=own)))
     for model in dict.fromkeys(each.model for each in found):
         mine = [each for each in found if each.model == model]
         for panel in PANELS:
@@ -102,21 +101,18 @@ def plot_checkfree(path: Path, lines: Sequence[Line]) -> None:
 
 
 def draw_one_failure(axes: Axes, *, found: Sequence[Aftermath]) -> None:
-    strategies = list(STRATEGIES)
-    for name in dict.fromkeys(each.strategy for each in found):
-        curve = mean_curve([sorted(each.gaps.items()) for each in found if each.strategy == name])
-        number = strategies.index(name)
-        axes.plot(
-            [at for at, _ in curve],
-            [gap for _, gap in curve],
-            color=COLOURS[number % len(COLOURS)],
-            linestyle=STYLES[number // len(COLOURS)],
-            marker="o",
-            markersize=3,
-            linewidth=1.3,
-            label=name,
-        )
-    finish(axes, "steps after the failure", "loss above the undisturbed (nats a byte)", zero=True)
+    """A bar for each strategy and stretch of steps."""
+    names = list(dict.fromkeys(each.strategy for each in found))
+    names.sort(key=lambda name: fmean(each.trained[0] for each in found if each.strategy == name), reverse=True)
+    stretches = len(found[0].trained)
+    for at in range(stretches):
+        gaps = [fmean(each.trained[at] for each in found if each.strategy == name) for name in names]
+        places = [row + 0.4 - 0.8 * (at + 0.5) / stretches for row in range(len(names))]
+        label = f"steps {SMOOTHED * at + 1} to {SMOOTHED * (at + 1)} after it"
+        axes.barh(places, gaps, height=0.75 / stretches, color=COLOURS[at], label=label)
+    axes.set_yticks(range(len(names)), names)
+    axes.axvline(0, color="#57606a", linewidth=1)
+    finish(axes, "training loss above the undisturbed (nats a byte)", "", zero=False)
 
 
 def draw(axes: Axes, *, panel: Panel, results: Sequence[Result]) -> None:

@@ -16,14 +16,13 @@ from rich.table import Table
 from benchmarks.checkfree.cost import CHECKPOINTS, CostModel, Curve, in_place, redundant, rolled_back, steps_to
 from benchmarks.checkfree.one_failure import aftermaths, is_one_failure
 from benchmarks.checkfree.one_failure import tables as tables_of_one_failure
-from benchmarks.checkfree.trace import HORIZON, RATES, plain_trace
+from benchmarks.checkfree.pipeline import STAGES
+from benchmarks.checkfree.trace import ALONE, HORIZON, RATES, plain_trace
 
-__all__ = ["ALONE", "Result", "markdown", "read_lines", "results", "show"]
+__all__ = ["Line", "Result", "markdown", "read_lines", "results", "show"]
 
 Line = Mapping[str, Any]
 
-ALONE = "-"
-STAGES = 6
 TARGET_AT = 2 / 3
 """The target is the loss that the undisturbed training has after that share of its steps."""
 

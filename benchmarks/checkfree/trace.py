@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["RATES", "Trace", "hard_trace", "one_loss", "plain_trace"]
+__all__ = ["ALONE", "RATES", "Trace", "hard_trace", "one_loss", "plain_trace"]
 
 RATES: Mapping[str, float] = {"5%": 0.0009, "10%": 0.002, "16%": 0.004}
 """By failures an hour: the probability that an iteration loses a given stage."""
+
+ALONE = "-"
+"""The rate of a training without failures."""
 
 HORIZON = 40
 """A trace is that many times as long as a training: a training that rolls back executes more iterations."""

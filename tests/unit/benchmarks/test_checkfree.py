@@ -175,6 +175,8 @@ def test_one_failure_is_compared_with_the_training_beside_it(lines: list[dict[st
     undisturbed, lost = named(lines, "none", "nothing at 20"), named(lines, "random", "stage 2 at 20")
     gap = lost["validation"][0][1] - undisturbed["validation"][0][1]
     assert found["random", "stage 2"].gaps[0] == pytest.approx(gap)
+    trained = lost["training"][0] - undisturbed["training"][0]
+    assert found["random", "stage 2"].trained == [pytest.approx(trained)]
 
 
 def test_tables_and_a_plot_come_of_the_lines(
@@ -183,7 +185,7 @@ def test_tables_and_a_plot_come_of_the_lines(
     again = ["checkfree", "--only-lines", "--lines", str(folder / "lines.jsonl")]
     assert main([*again, "--markdown", "--plot", str(folder / "plot.svg")]) == 0
     shown = capsys.readouterr().out
-    assert "stage 2 is lost" in shown and "| full roll-back, 10 (derived) |" in shown
+    assert "lost: stage 2;" in shown and "| full roll-back, 10 (derived) |" in shown
     assert ElementTree.parse(folder / "plot.svg").getroot().tag.endswith("svg")
     assert main(again) == 0
     assert main(["checkfree", "--only-lines", "--lines", str(folder / "none.jsonl")]) == 2
