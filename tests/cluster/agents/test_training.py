@@ -146,7 +146,8 @@ def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_pat
     first = Tier(f"shm://{name}?size=64MiB")
     hierarchy = Hierarchy.of(first, Tier(f"nvme://{tmp_path}/durable?survives=rack", codec="exact+entropy"))
     training = Training()
-    with training.attach(hierarchy, mover="agent", base_every=4, batch=2):
+    # The agent imports torch and loads that codec's kernels at its first copy, which may take long beside other tests.
+    with training.attach(hierarchy, mover="agent", base_every=4, batch=2, deadline_s=120.0):
         for version in range(1, 8):
             training.step(version)
     batches = list((tmp_path / "durable").glob("r*/g*/differential/*.safetensors"))

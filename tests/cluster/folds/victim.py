@@ -173,7 +173,7 @@ async def check(node: Node, job: ReplicationJob, *, finished: bool) -> None:
     # Its own, so that what the others had mapped is not counted. A process that folds may still have to end.
     async with make_driver(job.namespace) as driver:
         assert isinstance(driver, ShmDriver)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(MAKE_S_MAX):
             while not await nothing_is_left_behind(driver):  # noqa: ASYNC110  (a directory tells nobody)
                 await asyncio.sleep(0.05)
 

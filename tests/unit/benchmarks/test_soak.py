@@ -21,6 +21,7 @@ from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
 
 OPERATIONS = 1000
 SLOTS = 4
+SOAKS_MAX = 5
 
 
 class Honest(MemoryDriver):
@@ -225,7 +226,14 @@ async def test_nothing_is_found_where_nothing_is_lost(tmp_path: Path, seed: int)
     ],
 )
 async def test_each_kind_of_loss_is_found(tmp_path: Path, driver: type[Honest], rules: set[str]) -> None:
-    assert rules <= set(await soaked(driver(), tmp_path))
+    """By one soak or another: what is cancelled, and when, the clock decides."""
+    found: set[str] = set()
+    for seed in range(SOAKS_MAX):
+        (tmp_path / str(seed)).mkdir()
+        found |= set(await soaked(driver(), tmp_path / str(seed), seed))
+        if rules <= found:
+            return
+    assert rules <= found
 
 
 @given(sequence=st.integers(0, 2**40), nbytes=st.integers(HEADER_BYTES, 3 << 20), data=st.data())

@@ -192,7 +192,7 @@ def test_a_silent_target_is_named_when_the_deadline_has_passed(
 
     monkeypatch.setattr(copying, "Tier", lambda to: Tier(to, wrap=Silent))
     with (
-        tiercheck.open(finished.url, deadline_s=0.2) as archive,
+        tiercheck.open(finished.url, deadline_s=1.0) as archive,
         pytest.raises(Transient, match=r"was not stored within .*copy"),
     ):
         archive.copy(url(tmp_path / "copy"))

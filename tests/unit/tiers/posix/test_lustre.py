@@ -394,7 +394,6 @@ async def test_a_file_that_was_taken_away_is_worth_another_try(root: Path) -> No
 
 
 async def test_an_object_that_is_replaced_while_it_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lustre, "REPLACED_S_MAX", 0.01)
     async with LustreDriver(root) as driver:
         await driver.put("a", [b"content"])
         preadv, stale = os.preadv, [3]
@@ -408,6 +407,7 @@ async def test_an_object_that_is_replaced_while_it_is_read(root: Path, monkeypat
         with mock.patch.object(os, "preadv", replaced):
             assert bytes(await driver.get("a")) == b"content"
             stale[0] = 10**9
+            monkeypatch.setattr(lustre, "REPLACED_S_MAX", 0.01)
             with pytest.raises(Transient, match="replaced faster"):
                 await driver.get("a", into=memoryview(bytearray(7)))
 
