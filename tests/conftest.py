@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     "tests/cluster/figures/test_tier_figures.py",
     "tests/cluster/torch/test_fsdp.py",
     "tests/cluster/layouts/test_parallel.py",
+    "tests/cluster/deepspeed/test_lost_stage.py",
     "tests/cluster/agents/test_training.py",
     "tests/cluster/torch/test_ddp_compressed.py",
     "tests/cluster/layouts/test_relayout.py",
