@@ -292,7 +292,7 @@ class Past:
 
     def check(self) -> None:
         """Errors: ``RecoveryError`` for two histories, and for versions whose lineage is lost."""
-        self._checknumbers_in()
+        self._check_numbers()
         if (newest := self.orphaned) is not None:
             raise RecoveryError(
                 f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
@@ -309,7 +309,7 @@ class Past:
         newest = max(self._captured_anywhere, default=0)
         return newest if newest > self.lineage.newest else None
 
-    def _checknumbers_in(self) -> None:
+    def _check_numbers(self) -> None:
         """Two jobs have opened generations of one number."""
         by_generation: dict[int, list[Branch]] = defaultdict(list)
         for branch in self.branches:
