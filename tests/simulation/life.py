@@ -115,6 +115,8 @@ class ProcessDriver(WrappingDriver):
 class HostAgent:
     """The agent of a host, as one rank knows it. Its mover is a process of the host's, too, and dies with the rank."""
 
+    lacks_to_fold = ""
+
     def __init__(self, process: Process) -> None:
         self._process = process
         self._mover: HostMover | None = None

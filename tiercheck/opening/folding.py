@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
+from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.folding import no_processor_to_fold
@@ -29,24 +30,30 @@ def settle_folding(
     bound: Sequence[Collection[int]],
     runtime: Runtime,
     *,
-    has_agent: bool,
+    agent: NodeAgent | None,
     apart: bool,
 ) -> tuple[FoldShards | None, str]:
     """What folds the bases that are due; ``None`` if they are captured, and why, if folding was wanted. ``bound``: the
-    processors that each rank of the job is bound to. ``has_agent``: the node's agent has the mover. ``apart``: another
-    process can fold. Errors: ``ConfigurationError`` if they must be
-    folded, and cannot."""
+    processors that each rank of the job is bound to. ``agent``: the node's, if it has the mover. ``apart``: another
+    process can fold. Errors: ``ConfigurationError`` if they must be folded, and cannot."""
     if config.bases == "capture":
         return None, ""
-    if config.bases == "fold":
-        return trained.folding(certified=False), ""
     try:
+        if agent is not None and agent.lacks_to_fold:
+            raise ConfigurationError(
+                f"{agent.lacks_to_fold} is not installed where the agent of node {agent.node!r} runs: install it "
+                "there, and start the agent anew"
+            )
+        if config.bases == "fold":
+            return trained.folding(certified=False), ""
         if not apart:
             raise ConfigurationError(NOT_SHARED)
-        if not has_agent and (lacking := no_free_processor(rank, bound, runtime.quota, runtime.environment)):
+        if agent is None and (lacking := no_free_processor(rank, bound, runtime.quota, runtime.environment)):
             raise ConfigurationError(lacking)
         return trained.folding(certified=True), ""
     except ConfigurationError as error:
+        if config.bases == "fold":
+            raise
         return None, str(error)
 
 

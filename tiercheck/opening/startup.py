@@ -268,8 +268,7 @@ class _Startup:
         self, agent: NodeAgent | None, bound: Sequence[Sequence[int]], *, apart: bool
     ) -> tuple[FoldShards | None, str]:
         """As of :func:`settle_folding`."""
-        rank, has_agent = self.ranks.rank, agent is not None
-        return settle_folding(self.trained, self.config, rank, bound, self.runtime, has_agent=has_agent, apart=apart)
+        return settle_folding(self.trained, self.config, self.ranks.rank, bound, self.runtime, agent=agent, apart=apart)
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and

@@ -362,6 +362,7 @@ class InSession:
     """As :class:`tiercheck.agent.client.session.AgentSession`, with an agent that refuses rank 1's replication job."""
 
     node = "node"
+    lacks_to_fold = ""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from tiercheck.opening.folding import no_free_processor, tell_folding
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError
+from tiercheck.opening.folding import no_free_processor, settle_folding, tell_folding
 
 EACH_OWN = [range(8 * rank, 8 * rank + 8) for rank in range(8)]
 
@@ -71,3 +76,23 @@ def test_a_rank_that_differs_from_rank_0_says_so(
     for rank in range(len(reasons)):
         tell_folding(rank, reasons)
     assert [each.message for each in caplog.records] == said
+
+
+def test_nothing_is_folded_by_an_agent_that_lacks_torch() -> None:
+    folds = object()
+    trained: Any = SimpleNamespace(folding=lambda *, certified: folds)
+    machine: Any = SimpleNamespace(quota=None, environment={})
+
+    def settled(bases: str, lacking: str) -> tuple[object, str]:
+        agent: Any = SimpleNamespace(node="gpu1", lacks_to_fold=lacking)
+        config = CheckpointConfig(bases=bases)
+        return settle_folding(trained, config, 0, [range(1)], machine, agent=agent, apart=True)
+
+    assert settled("auto", "") == (folds, "")
+    assert settled("fold", "") == (folds, "")
+    found, why = settled("auto", "torch")
+    assert found is None
+    assert why.startswith("torch is not installed where the agent of node 'gpu1' runs: install it there")
+    with pytest.raises(ConfigurationError, match="torch is not installed where the agent"):
+        settled("fold", "torch")
+    assert settled("capture", "torch") == (None, "")

@@ -24,6 +24,11 @@ class NodeAgent(Protocol):
         """The agent's name."""
         ...
 
+    @property
+    def lacks_to_fold(self) -> str:
+        """The package that folds need and that is not installed where the agent runs; empty: none."""
+        ...
+
     def endpoint(self, node: int) -> RankEndpoint:
         """What the other ranks need to know of this one's node, which is number ``node`` of its machine.
 

@@ -119,6 +119,11 @@ class AgentSession:
             lock.release()
             raise
 
+    @property
+    def lacks_to_fold(self) -> str:
+        """As of :class:`tiercheck.agent.client.node_agent.NodeAgent`."""
+        return self._client.hello.lacks_to_fold
+
     def endpoint(self, node: int) -> RankEndpoint:
         """What the other ranks need to know of this one's node, which is number ``node`` of its machine.
 

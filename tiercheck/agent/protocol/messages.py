@@ -250,6 +250,8 @@ class HelloReply:
     drain_s: float
     """How long it may go on bringing everything home once it is told to end."""
     protocols: Protocols = Protocols()
+    lacks_to_fold: str = ""
+    """The package that folds need and that is not installed where it runs; empty: none."""
 
 
 @dataclass(frozen=True)

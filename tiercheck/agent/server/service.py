@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, Self
 
 import msgspec
@@ -287,6 +288,7 @@ class Agent:
             peer_server_key=self._peer_server_key,
             drain_s=self.settings.drain_s,
             protocols=PROTOCOLS,
+            lacks_to_fold="" if find_spec("torch") else "torch",
         )
 
     def snapshot(self) -> AgentSnapshot:

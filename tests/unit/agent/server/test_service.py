@@ -626,3 +626,10 @@ async def test_a_mover_nominates_again_where_the_agent_has_forgotten(node: Node)
         await capture(hierarchy, base(0))
         await mover.drain(10, closing=True)
         assert mover.status.watermark == 0
+
+
+@pytest.mark.parametrize("lacking", ["", "torch"])
+async def test_it_says_whether_it_could_fold(node: Node, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    monkeypatch.setattr("tiercheck.agent.server.service.find_spec", lambda name: None if name == lacking else name)
+    async with running(node), await connect_agent(node.name) as client:
+        assert client.hello.lacks_to_fold == lacking

@@ -86,6 +86,7 @@ class Session:
     hierarchy: Hierarchy
     scheduler: Scheduler
     node: str = "agent"
+    lacks_to_fold: str = ""
     opened: HostMover | None = None
 
     def endpoint(self, node: int) -> RankEndpoint:
