@@ -122,8 +122,8 @@ class Job:
         torch.manual_seed(seed + 100 * dist.get_rank())
         return engine
 
-    def attach(self, engine: Any, lost: Any = None) -> Checkpointer:
-        config = CheckpointConfig(base_every=BASE, batch=1, deadline_s=60, bases="capture")
+    def attach(self, engine: Any, lost: Any = None, base_every: int = BASE) -> Checkpointer:
+        config = CheckpointConfig(base_every=base_every, batch=1, deadline_s=60, bases="capture")
         return attach(engine, self.hierarchy, config=config, on_lost_stage=lost)
 
     def lose(self, *ranks: int, before: int | None = None) -> None:
@@ -232,7 +232,8 @@ def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) ->
     job.lose(*lost)
     engine = job.build(99)
     yield from missing(refusal(job, engine), 'on_lost_stage="neighbours"', "versions up to 5 were saved")
-    checkpointer = job.attach(engine, option)
+    # No other base: a differential before one may never be copied, and each one's learning rate is looked at.
+    checkpointer = job.attach(engine, option, base_every=END)
     provider = DeepSpeedProvider(engine)
     recovery = checkpointer.recovery
     assert recovery is not None

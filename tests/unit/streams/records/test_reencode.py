@@ -297,7 +297,7 @@ def test_a_nomination_says_it_to_the_agent() -> None:
 
 def test_the_block_of_deepspeed_says_where_to_begin() -> None:
     block = {"tiers": ["shm://a"], "version": 6, "generation": 2, "keep_left_behind": False}
-    _, config, request, _ = attaching._read({"tiercheck": block})
+    _, config, request, *_ = attaching._read({"tiercheck": block})
     assert (str(request), config.keep_left_behind) == ("version=6, generation=2", False)
     with pytest.raises(ConfigurationError, match="fresh begins at version 0"):
         attaching._read({"tiercheck": {"tiers": ["shm://a"], "version": 6, "fresh": True}})
