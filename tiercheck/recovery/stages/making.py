@@ -182,8 +182,10 @@ class StageMaking:
     async def _norms(self, host_state: Mapping[str, Any] | None) -> tuple[dict[int, float | None], float]:
         """By stage, the norm of its last gradient, of the layers that go into a lost stage; and the exponent. If one is
         not known, all weigh alike."""
-        state = self._state
-        tell = lambda: None if host_state is None else list(state.norms(host_state))  # noqa: E731
+
+        def tell() -> list[float | None] | None:
+            return None if host_state is None else list(self._state.norms(host_state))
+
         told: list[list[float | None] | None] = await self._ranks.gather("the norms of the last gradients", tell)
         norms: dict[int, float | None] = {}
         for each in self._planned:
