@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from benchmarks.report import progress
+from benchmarks.scale.agent import agent_cost
 from benchmarks.scale.relayout import Start
 from benchmarks.scale.store import SharedStore, run
 from tiercheck import schema
@@ -46,6 +47,8 @@ WORLDS = (10, 1_000, 4_096, 100_000)
 COMMIT_WORLD_MAX = 4_096
 """Shards of a larger job would have to be made first: its commit is counted from this one's."""
 BASE_EVERY, BATCH = 200, 5
+SETTLE = 1.75
+"""Times as long as a measurement an agent rests before the first one: pauses between looks grow to 30 s."""
 PAST = 20
 """Restarts before this one, of which the newest two have left something."""
 TOKEN = "ab" * 8
@@ -72,10 +75,24 @@ class Cost:
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), metavar="RANKS", help="sizes of jobs")
+    parser.add_argument(
+        "--agent", type=int, nargs="+", default=[], metavar="RANKS", help="instead: what an agent of so many costs"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of an agent (20)")
     parser.set_defaults(run=show)
 
 
 def show(arguments: argparse.Namespace) -> int:
+    for ranks in arguments.agent:
+        progress(f"an agent of {ranks} ranks")
+        found = asyncio.run(agent_cost(ranks, arguments.seconds, SETTLE * arguments.seconds))
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(found)))
+        else:
+            busy = f"{found.version_a_second:.1%} at a version a second"
+            print(f"{ranks} ranks: {found.idle:.1%} of a processor at rest, {busy}", flush=True)
+    if arguments.agent:
+        return 0
     if not arguments.json:
         print("| step | ranks | of | requests | in turn | sent | received | told | processor |")
         print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
