@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from tiercheck.keys import GENERATION_MAX, RANK_MAX, VERSION_MAX
 
-__all__ = ["Count", "Generation", "Name", "Rank", "Text", "Version", "WorldSize", "pack", "plain", "read"]
+__all__ = ["Count", "Generation", "Name", "Rank", "Text", "Version", "WorldSize", "pack", "plain", "read", "ready"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,13 @@ def pack(value: object) -> bytes:
 def plain(value: object) -> Any:
     """``value`` in dicts, lists and atoms: what a reader of :func:`pack`'s bytes sees."""
     return msgspec.msgpack.decode(pack(value))
+
+
+def ready(kind: type[T]) -> type[T]:
+    """The class, decorated: msgspec knows it from here on. Otherwise msgspec learns a class when the first value is
+    read, and two threads that read the first one at the same time may crash the process."""
+    msgspec.msgpack.Decoder(kind)
+    return kind
 
 
 def read(kind: type[T], value: Any) -> T:

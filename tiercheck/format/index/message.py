@@ -50,6 +50,7 @@ class PieceMessage(msgspec.Struct, frozen=True, array_like=True):
     length: Count | Lengths
 
 
+@schema.ready
 @dataclass(frozen=True)
 class IndexMessage:
     """See :class:`~tiercheck.format.index.logical.LogicalIndex`."""

@@ -16,6 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from tiercheck import schema
 from tiercheck.schema import Count, Generation, Text
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
@@ -23,6 +24,7 @@ __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers
 ANCESTORS_TOLD = 32
 
 
+@schema.ready
 @dataclass(frozen=True, order=True)
 class Branch:
     """A generation, and the version at which it left its parent (``parent`` 0: it began at version 0)."""
@@ -71,6 +73,7 @@ Fields = tuple[int, int, int, int, str, str, str, tuple[int, ...]]
 """Of a branch, in their order. A reader takes no more of them than it knows, so that what comes later is told apart."""
 
 
+@schema.ready
 @dataclass(frozen=True)
 class LineageRecord(Branch):
     """What lies under a generation's key: its branch, and those before it that were worth telling."""

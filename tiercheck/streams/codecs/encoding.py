@@ -106,6 +106,7 @@ class Encoding:
         return cls(read.codec, read.dtype, tuple(read.shape), tuple(read.parts), read.scalars, read.trained_on)
 
 
+@schema.ready
 class Description(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a shard says of an encoded tensor. An unknown field may change what the bytes mean, and is refused."""
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tiercheck import schema
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Piece, Role, whole
 from tiercheck.streams.replay.libraries import library_of
@@ -88,6 +89,7 @@ class OptimizerIdentity:
         )
 
 
+@schema.ready
 @dataclass(frozen=True)
 class Identity:
     """What a checkpoint must agree on with the job that loads it."""
