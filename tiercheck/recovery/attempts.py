@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiercheck import schema
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.plan import Held, HeldByNodes
 from tiercheck.recovery.finding.told import Told
@@ -12,6 +13,7 @@ from tiercheck.recovery.reading.reader import VerifiedPart
 __all__ = ["Attempt", "Nothing", "Part", "behind"]
 
 
+@schema.ready
 @dataclass(frozen=True)
 class Attempt:
     """What a rank tells the others of its part of the reading or the replay."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tiercheck import schema
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 
@@ -19,6 +20,7 @@ def state_name(stored: str, key: str) -> str:
     return f"{STATE}{key}/{stored}"
 
 
+@schema.ready
 @dataclass(frozen=True)
 class StagePlace:
     """Where a rank stands in a pipeline, and what its stage trains."""

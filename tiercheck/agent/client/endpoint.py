@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiercheck import schema
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.peers import RankLocation, peer_of
 
@@ -14,6 +15,7 @@ __all__ = ["RankEndpoint", "peer_address"]
 EVERY_INTERFACE = ("0.0.0.0", "::", "*")
 
 
+@schema.ready
 @dataclass(frozen=True)
 class RankEndpoint:
     """One rank's node, and the peer server there."""

@@ -30,6 +30,7 @@ Other = tuple[int, int, int, int]
 """The newest shard of another rank in a tier inside the node: tier, rank, generation, last version."""
 
 
+@schema.ready
 @dataclass(frozen=True)
 class Told:
     """What one rank has found in all its tiers. What is told by tier is in the hierarchy's order."""
