@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
 
 LAST = 23
+AN_AGENT: Any = SimpleNamespace(node="node", lacks_to_fold="")
 
 
 def durable(tmp_path: Path) -> str:
@@ -284,7 +286,7 @@ def test_with_auto_a_fold_that_hangs_costs_captured_bases_also_if_memory_is_shor
     monkeypatch.setattr(folding, "fold", hanging)
     monkeypatch.setattr("tiercheck.recording.backlog.FOLD_S_MAX", 1.0)
     folding_of = _Startup.folding
-    monkeypatch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, object(), bound, apart=True))
+    monkeypatch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, AN_AGENT, bound, apart=True))
     options = {"bases": "auto", "base_every": 50, "deadline_s": 60.0}
     roomy = attached(Training(), memory(), durable(tmp_path / "roomy"), **options)
     sizes = sizes_of(roomy._job.recorder._stream)
@@ -393,7 +395,7 @@ def test_auto_captures_what_cannot_be_folded_and_says_why(
         patch.setattr("tiercheck.runtime.front.bound_to", lambda: frozenset({0}))
         patch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, None, bound, apart=True))
         assert "ranks that share processors are 1, and the processors that they may use 1" in captured({})
-    monkeypatch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, object(), bound, apart=True))
+    monkeypatch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, AN_AGENT, bound, apart=True))
     assert "do not lead to the bits of the state" in captured({"codec": "nf4"})
     with monkeypatch.context() as patch:
         patch.setattr(kernel_selection, "is_certified", lambda *_: False)
