@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiercheck.demo.training.model import GPT
+from tiercheck.demo.training.model import GPT, cross_entropy
 from tiercheck.demo.training.model_size import parameter_count
 from tiercheck.demo.training.text import batch_at, load_corpus
 from tiercheck.policy.neighbours import Layer, RaisedRate
@@ -190,7 +190,7 @@ class Pipeline:
         self, inputs: torch.Tensor, targets: torch.Tensor, order: Sequence[int], *, record: bool = False
     ) -> torch.Tensor:
         model = self.model
-        hidden = model.bytes(inputs) + model.positions(torch.arange(inputs.shape[1]))
+        hidden = model.embedding(inputs)
         between = [hidden]
         for stage in order:
             for layer in self.stages[stage]:
@@ -198,8 +198,7 @@ class Pipeline:
             between.append(hidden)
         if record:
             self.activations.append(tuple(each.detach() for each in between))
-        logits = model.head(model.norm(hidden))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return cross_entropy(model.head(hidden), targets)
 
     def _measure_and_clip(self) -> None:
         """Each layer's gradient norm, and then no norm of the whole above the set-up's."""

@@ -13,7 +13,7 @@ __all__ = ["demo"]
 
 
 def demo(
-    failure: Annotated[str, typer.Option(help="What to lose: software, node or rack.")] = "software",
+    failure: Annotated[str, typer.Option(help="What to lose: software, node, rack or stage.")] = "software",
     zero: Annotated[int, typer.Option(help="The ZeRO stage.", min=0, max=3)] = 1,
     dtype: Annotated[str, typer.Option(help="What to train in: fp32 or bf16.")] = "fp32",
     seed: Annotated[int | None, typer.Option(help="Model, data and failure; drawn and printed by default.")] = None,
@@ -24,6 +24,13 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Iterations; by default as fits the dtype.")] = None,
     resume_on: Annotated[
         int | None, typer.Option(help="Go on with so many ranks after the failure, instead of 2.", min=1, metavar="M")
+    ] = None,
+    pipeline: Annotated[
+        int, typer.Option(help="Train a pipeline of so many stages, one a rank.", min=0, metavar="STAGES")
+    ] = 0,
+    on_lost_stage: Annotated[
+        str | None,
+        typer.Option(help="What a lost stage is made of: neighbours, neighbours-and-ends, older-base."),
     ] = None,
     codec: Annotated[str, typer.Option(help="How the differentials are encoded.")] = "exact",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the durable tier's files.")] = False,
@@ -65,6 +72,8 @@ def demo(
             base_every=base_every,
             batch=batch,
             resume_on=resume_on,
+            pipeline=pipeline,
+            on_lost_stage=on_lost_stage,
         ),
         console,
     )

@@ -25,6 +25,7 @@ from tiercheck.agent.server.neighbours import kept_for_neighbours, shm_name
 from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.demo.training.model_size import parameter_count
 from tiercheck.errors import ConfigurationError, NotFound, Transient
+from tiercheck.keys import MarkerKey, ShardKey, Stream, parse
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.driver import ShmDriver
@@ -113,6 +114,18 @@ class Nodes:
                 with contextlib.suppress(NotFound):
                     remove_when_released(name)
 
+    def lose_stage(self, rank: int, durable: Path, kept_until: int) -> None:
+        """Every copy of what a rank has saved is gone, but for its durable bases up to a version.
+
+        Errors: ``Transient`` if a process still uses one after :data:`END_DEADLINE_S`.
+        """
+        keeper = self.agent((rank + 1) % len(self._nodes))
+        kill_agent(keeper)
+        with contextlib.suppress(NotFound):
+            remove_when_released(shm_name(keeper, self.name))
+        self.fail((rank,))
+        asyncio.run(delete_of(rank, make_driver(f"nvme://{durable}"), kept_until))
+
     def close(self) -> None:
         """End every node, and leave nothing behind."""
         self.fail(self._nodes)
@@ -172,8 +185,9 @@ def remove_orphans() -> None:
 def memory_bytes(settings: TrainingSettings) -> int:
     """The most that one rank's memory tier holds, as admission counts it: bases, and an interval of differentials for
     each of them."""
-    owned = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
-    if settings.zero > 0:
+    layers = settings.layers // settings.stages if settings.stages else settings.layers
+    owned = parameter_count(width=settings.width, layers=layers, sequence=settings.sequence)
+    if settings.zero > 0 and not settings.stages:
         owned = -(-owned // settings.ranks)
     bases = BASES_HELD * (owned * BASE_BYTES + BASE_ROOM_BYTES)
     differentials = BASES_HELD * settings.base_every + max(2, settings.batch) + 1  # one more is being captured
@@ -195,3 +209,17 @@ def occupied(root: Path) -> int:
 async def object_bytes(driver: TierDriver) -> int:
     async with driver:
         return sum([info.nbytes async for info in driver.list()])
+
+
+async def delete_of(rank: int, driver: TierDriver, kept_until: int) -> None:
+    """What a rank has captured and its markers, but for bases up to a version."""
+
+    def is_lost(name: str) -> bool:
+        key = parse(name)
+        shard = key.shard if isinstance(key, MarkerKey) else key
+        if not isinstance(shard, ShardKey) or shard.rank != rank:
+            return False
+        return shard.stream not in (Stream.BASE, Stream.CONSTANT) or shard.last > kept_until
+
+    async with driver:
+        await driver.delete([info.key async for info in driver.list() if is_lost(info.key)])

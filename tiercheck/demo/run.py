@@ -56,6 +56,10 @@ class DemoOptions:
     batch: int | None = None
     resume_on: int | None = None
     """So many ranks go on after the failure; by default as many as before."""
+    pipeline: int = 0
+    """The stages of the pipeline to train, one a rank; 0: data-parallel ranks."""
+    on_lost_stage: str | None = None
+    """As ``attach`` takes it."""
 
     def settings(self) -> TrainingSettings:
         """The settings of the run without checkpoints. Errors: ``ConfigurationError``."""
@@ -66,8 +70,19 @@ class DemoOptions:
         }
         seed = secrets.randbelow(SEED_MAX + 1) if self.seed is None else self.seed
         sizes = {**SIZES.get(self.dtype, SIZES["fp32"]), **chosen}
-        text = None if self.text is None else str(self.text.absolute())
-        return TrainingSettings(seed=seed, zero=self.zero, dtype=self.dtype, codec=self.codec, text=text, **sizes)
+        if self.pipeline:
+            sizes = {"layers": self.pipeline, "ranks": self.pipeline, "stages": self.pipeline, **sizes}
+            if self.resume_on is not None:
+                raise ConfigurationError("a pipeline goes on with its stages: --resume-on is for ranks without one")
+        return TrainingSettings(
+            seed=seed,
+            zero=self.zero,
+            dtype=self.dtype,
+            codec=self.codec,
+            text=None if self.text is None else str(self.text.absolute()),
+            on_lost_stage=self.on_lost_stage,
+            **sizes,
+        )
 
 
 def run_demo(options: DemoOptions, console: Console, *, start: Start | None = None) -> DemoResult:
@@ -84,18 +99,19 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     check_length(load_corpus(options.text), settings.sequence)
     resumed = replace(settings, ranks=settings.ranks if options.resume_on is None else options.resume_on)
     ranks_changed = resumed.ranks != settings.ranks
+    compared_when_resumed = ranks_changed or failure.stage_lost is not None
     ranks = (settings.ranks, resumed.ranks) if ranks_changed else (settings.ranks,)
     with Workspace(options.output, keep=options.keep, ranks=ranks) as workspace:
         first, second = (with_tiers(each, workspace) for each in (settings, resumed))
         workspace.nodes.check_memory(first)
         introduce(console, options, resumed, failure)
         with progress_bars(console) as bars:
-            if ranks_changed:  # the uninterrupted run tells its state at the version that was recovered
+            if compared_when_resumed:  # the uninterrupted run tells its state at the version that was recovered
                 second = replace(second, digest_at=RECOVERED)
                 interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
                 settings = replace(settings, digest_at=interrupted.second[0].started["version"])
             reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted, start)
-            if not ranks_changed:
+            if not compared_when_resumed:
                 interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
         result = compare(options.failure, resumed, failure, reference, interrupted, plot=workspace.plot)
         plot_losses(
@@ -117,15 +133,26 @@ def introduce(console: Console, options: DemoOptions, settings: TrainingSettings
     """``settings``: of the life after the failure."""
     source = "the Python standard library's source" if settings.text is None else settings.text
     lost = ", ".join(f"node {node}" for node in failure.nodes_lost)
-    goes_on = f" Then it goes on with {ranks_text(settings.ranks)}." if settings.ranks != RANKS else ""
+    lost = lost and f", and the memory of {lost} is lost"
+    if failure.stage_lost is not None:
+        lost = f", and every copy of stage {failure.stage_lost} is lost{but_bases(failure)}"
+    goes_on = ""
+    if options.resume_on not in (None, RANKS):
+        goes_on = f" Then it goes on with {ranks_text(settings.ranks)}."
     parameters = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
+    layout = f"a pipeline of {settings.stages} stages" if settings.stages else ranks_text(RANKS)
     console.print(
         f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
-        f"ZeRO-{settings.zero}, {settings.dtype}, {ranks_text(RANKS)}.\n"
+        f"ZeRO-{settings.zero}, {settings.dtype}, {layout}.\n"
         f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
-        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.{goes_on}",
+        f"kill -9 of all trainers{lost}.{goes_on}",
         highlight=False,
     )
+
+
+def but_bases(failure: FailurePlan) -> str:
+    kept = failure.bases_kept_until
+    return "" if kept < 0 else f", but for the bases up to version {kept} in the durable tier"
 
 
 @contextmanager
@@ -204,7 +231,7 @@ def fail_and_recover(
     bar.say("killed")
     held = workspace.nodes.held_bytes(workspace.durable)
     most = bar.most_held
-    workspace.nodes.fail(failure.nodes_lost)
+    lose(workspace, failure)
     bar.say("restarting")
     begun = time.monotonic()
     with Trainers(lives[1], workspace.interrupted / "second", start=start) as trainers:
@@ -214,6 +241,14 @@ def fail_and_recover(
         second = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
         trainers.wait_for_exit()
     return Interrupted(first, second, restart_s, held, most)
+
+
+def lose(workspace: Workspace, failure: FailurePlan) -> None:
+    """What the failure takes with it, after all trainers are killed."""
+    if failure.stage_lost is None:
+        workspace.nodes.fail(failure.nodes_lost)
+    else:
+        workspace.nodes.lose_stage(failure.stage_lost, workspace.durable, failure.bases_kept_until)
 
 
 def show_recovery(console: Console, ranks: Sequence[RankProgress]) -> None:

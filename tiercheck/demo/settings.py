@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.policy.recovery.lost_stage import LostStage
 
 __all__ = ["DTYPES", "RANKS", "RANKS_MAX", "RECOVERED", "ZERO_STAGES", "TrainingSettings"]
 
@@ -14,6 +15,8 @@ RANKS = 2
 """Each rank stands for a node and has a shared-memory namespace of its own."""
 RANKS_MAX = 8
 """That a run resumes on: each is a process on this machine."""
+STAGES_MIN = 3
+"""One of them is to be lost that has two neighbours."""
 ZERO_STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
 SEED_MAX = 2**31 - 1
@@ -46,9 +49,13 @@ class TrainingSettings:
     batch: int = 5
     codec: str = "exact"
     ranks: int = RANKS
+    stages: int = 0
+    """Of a pipeline, one a rank. 0: each rank has a copy of the model."""
+    on_lost_stage: str | None = None
+    """The method, as ``attach`` takes it."""
     digest_at: int | None = None
-    """Tell a digest of the whole state, whoever holds which part of it, after this version; :data:`RECOVERED`: before
-    the first step."""
+    """Tell a digest of the state after this version; :data:`RECOVERED`: before the first step. In a pipeline it is of
+    the rank's stage, and otherwise of the whole state, whoever holds which part of it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "width", "layers", "heads", "sequence", "micro_batch", "base_every", "batch", "ranks"):
@@ -66,6 +73,28 @@ class TrainingSettings:
             raise ConfigurationError(f"ZeRO has the stages 0, 1, 2 and 3, not {self.zero}")
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+
+        if self.stages:
+            self._check_pipeline()
+        elif self.on_lost_stage is not None:
+            raise ConfigurationError("only a pipeline can lose a stage: name its stages with --pipeline")
+
+    def _check_pipeline(self) -> None:
+        if self.stages < STAGES_MIN:
+            raise ConfigurationError(f"a pipeline of {self.stages} has no stage between two others: take {STAGES_MIN}")
+        if self.stages != self.ranks:
+            raise ConfigurationError(f"a pipeline of {self.stages} stages runs on as many ranks, not on {self.ranks}")
+        if self.layers % self.stages:
+            raise ConfigurationError(f"{self.layers} layers cannot be spread evenly over {self.stages} stages")
+        if self.zero > 1:
+            raise ConfigurationError(f"DeepSpeed's pipelines take ZeRO 0 or 1, not {self.zero}")
+        if self.on_lost_stage is not None:
+            LostStage(method=self.on_lost_stage)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step: as many as there are stages, so that all of them are at work."""
+        return self.stages or 1
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

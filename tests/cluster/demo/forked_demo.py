@@ -33,6 +33,13 @@ DEMOS = {
     "software": DemoOptions(Failure.SOFTWARE, seed=11, **SMALL),
     "node": DemoOptions(Failure.NODE, seed=12, zero=3, dtype="bf16", **SMALL),
     "other-ranks": DemoOptions(Failure.SOFTWARE, seed=14, zero=2, resume_on=3, **SMALL),
+    "stage": DemoOptions(
+        Failure.STAGE,
+        seed=16,
+        pipeline=4,
+        on_lost_stage="neighbours",
+        **{**SMALL, "steps": 16, "base_every": 4, "batch": 2, "layers": 4},
+    ),
     "fewer-ranks": DemoOptions(Failure.SOFTWARE, seed=15, zero=1, resume_on=1, **{**SMALL, "steps": 24}),
 }
 

@@ -52,20 +52,25 @@ def demos(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(result: dict[str, Any], output: Path, told: str) -> dict[str, Any]:
-    """The result of a demo, after what holds for every demo was checked. ``told``: what the user saw."""
+    """The result of a demo that recovers exactly, after what holds for each of them was checked. ``told``: what the
+    user saw."""
+    shown(result, output, told)
+    assert result["loss_bit_identical"] is True
+    assert result["params_bit_identical"] is True
+    assert result["fidelity"] == "exact"
+    assert result["anchor"] + result["replayed"] == result["resumed_at"]
+    return result
+
+
+def shown(result: dict[str, Any], output: Path, told: str) -> None:
     assert set(result) >= REQUIRED
     assert json.loads((output / "report.json").read_text()) == result
     assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "durable").exists(), "the durable tier is removed at the end"
     assert "What could be used" in told
     assert "The plan of the recovery" in told
-    assert result["loss_bit_identical"] is True
-    assert result["params_bit_identical"] is True
-    assert result["fidelity"] == "exact"
-    assert result["anchor"] + result["replayed"] == result["resumed_at"]
     assert result["steps_lost"] == max(0, result["failed_at"] - result["resumed_at"])
     assert not leftovers()
-    return result
 
 
 def of_forked(directory: Path, failure: str) -> dict[str, Any]:
@@ -112,6 +117,21 @@ def test_other_ranks_go_on_with_the_same_bits(forks: Forks, tmp_path: Path) -> N
     assert "Then it goes on with 1 rank." in said
 
 
+def test_a_lost_stage_is_made_of_its_neighbours_and_the_others_keep_every_bit(forks: Forks, tmp_path: Path) -> None:
+    directory = run_forked(forks, tmp_path, "stage")
+    result = json.loads((directory / "stage.json").read_text())
+    shown(result, directory / "stage", said := (directory / "log").read_text())
+    lost = result["stage_lost"]
+    assert lost in (1, 2), "an inner one"
+    assert f"every copy of stage {lost} is lost" in said
+    assert result["fidelity"] == "approximate"
+    assert any(f"stage {lost} of 4" in note and f"of stage {lost + 1}" in note for note in result["notes"])
+    assert result["survivors_bit_identical"] is True
+    assert (result["loss_bit_identical"], result["params_bit_identical"]) == (False, False)
+    assert result["first_difference"] == result["resumed_at"] + 1
+    assert result["losses"]["16"] != result["uninterrupted_losses"]["16"]
+
+
 def test_a_lost_rack_recovers_from_the_durable_tier(forks: Forks, tmp_path: Path) -> None:
     """From the command line, and by torchrun."""
     output, log = tmp_path / "out", tmp_path / "log"
@@ -149,7 +169,14 @@ def wait_for_children(parent: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--failure", "flood"], "unknown failure 'flood': choose one of software, node, rack"),
+        (["--failure", "flood"], "unknown failure 'flood': choose one of software, node, rack, stage"),
+        (["--failure", "stage"], "only a pipeline can lose a stage: name its stages with --pipeline"),
+        (["--on-lost-stage", "neighbours"], "only a pipeline can lose a stage: name its stages with --pipeline"),
+        (["--pipeline", "2"], "a pipeline of 2 has no stage between two others: take 3"),
+        (["--pipeline", "4"], "2 layers cannot be spread evenly over 4 stages"),
+        (["--pipeline", "4", "--layers", "4", "--zero", "3"], "DeepSpeed's pipelines take ZeRO 0 or 1, not 3"),
+        (["--pipeline", "4", "--resume-on", "2"], "a pipeline goes on with its stages"),
+        (["--pipeline", "4", "--layers", "4", "--on-lost-stage", "hope"], "method must be one of neighbours, "),
         (["--dtype", "fp64"], "unknown dtype 'fp64': choose one of fp32, bf16"),
         (["--steps", "7"], "7 steps are too few"),
         (["--text", "/does/not/exist"], "the training text /does/not/exist does not exist"),

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tiercheck.demo.nodes import occupied
+from tiercheck.demo.nodes import delete_of, occupied
+from tiercheck.keys import MarkerKey, ShardKey
+from tiercheck.tiers.registry import make_driver
 
 PAGE = 4096
 
@@ -43,3 +45,25 @@ def test_the_size_of_a_tier_is_told_while_its_folders_are_deleted(
 
     monkeypatch.setattr(os, "scandir", deleting)
     assert occupied(folder) == 15 * PAGE
+
+
+async def test_of_a_lost_stage_nothing_is_left_but_the_bases_that_are_to_be_kept(tmp_path: Path) -> None:
+    def captured(rank: int) -> list[str]:
+        bases = [ShardKey.base(1, version, rank) for version in (0, 4)]
+        differentials = [ShardKey.differential(1, version, version, rank) for version in (1, 5)]
+        markers = [MarkerKey.of(base, 9, 4, "0" * 16, "") for base in bases]
+        return [str(each) for each in (*bases, *differentials, *markers)]
+
+    async def left(kept_until: int) -> set[str]:
+        driver = make_driver(f"nvme://{tmp_path}")
+        async with driver:
+            for key in (*captured(0), *captured(1), "job/commits/g000001/000000000000"):
+                await driver.put(key, [b"something"])
+        await delete_of(1, driver, kept_until)
+        async with driver:
+            return {info.key async for info in driver.list()}
+
+    others = {*captured(0), "job/commits/g000001/000000000000"}
+    base, _, _, _, marker, _ = captured(1)
+    assert await left(3) == {*others, base, marker}
+    assert await left(-1) == others

@@ -82,6 +82,10 @@ def compare(
         replayed=replayed,
         steps_lost=max(0, failed_at - resumed_at),
         nodes_lost=failure.nodes_lost,
+        stages=settings.stages,
+        stage_lost=failure.stage_lost,
+        on_lost_stage=settings.on_lost_stage,
+        notes=tuple(dict.fromkeys(note for recovery in recovered for note in recovery["notes"])),
         sources=count_sources(recovered),
         fidelity=Fidelity.worst(*(Fidelity(recovery["fidelity"]) for recovery in recovered)),
         recover_s=max(recovery["seconds"] for recovery in recovered),
@@ -99,8 +103,10 @@ def compare(
         },
         loss_bit_identical=difference is None,
         params_bit_identical=same_wholes(reference, second) if ranks_changed else same_digests(reference, second),
+        survivors_bit_identical=same_survivors(reference, second, failure.stage_lost),
         first_difference=difference,
         losses=resumed_losses(first, second, resumed_at),
+        uninterrupted_losses=mean_losses([rank.steps for rank in reference]),
         stall_step_s=median_stall_s([*first, *second]),
         drain_s=max(rank.finished["drain_s"] for rank in second),
         plot=str(plot),
@@ -122,6 +128,15 @@ def same_wholes(reference: Sequence[RankProgress], second: Sequence[RankProgress
     """Whether every rank has put the same whole state together, at the same version."""
     wholes = [rank.state for rank in chain(reference, second)]
     return bool(wholes[0]) and all(whole == wholes[0] for whole in wholes)
+
+
+def same_survivors(reference: Sequence[RankProgress], second: Sequence[RankProgress], lost: int | None) -> bool | None:
+    """Whether every stage but the lost one resumed what it had at that version without a failure."""
+    if lost is None:
+        return None
+    states = [(own.state, other.state) for own, other in zip(reference, second, strict=True)]
+    del states[lost]
+    return all(bool(own) and own == other for own, other in states)
 
 
 def check_trained(second: Sequence[RankProgress], last: int) -> None:

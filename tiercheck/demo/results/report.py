@@ -41,6 +41,14 @@ class DemoResult:
     """The most differentials that a rank replayed."""
     steps_lost: int
     nodes_lost: tuple[int, ...]
+    stages: int
+    """Of the pipeline, one a rank; 0 if the ranks are data-parallel."""
+    stage_lost: int | None
+    """The stage, counted from 0, that was lost with every copy of it."""
+    on_lost_stage: str | None
+    """What it was to be made of."""
+    notes: tuple[str, ...]
+    """What the recovery told of itself: among it what a lost stage was made of."""
     sources: Mapping[str, int]
     """Per tier, the objects read from it, all ranks together."""
     fidelity: str
@@ -73,15 +81,23 @@ class DemoResult:
     params_bit_identical: bool
     """Parameters, masters and optimizer states at the end; on other ranks: the whole masters, optimizer states and the
     schedule at the version that was recovered, as they were there without a failure."""
+    survivors_bit_identical: bool | None
+    """If a stage was lost: whether all others resumed parameters, masters and optimizer states as they were without a
+    failure."""
     first_difference: int | None
     """The first version whose losses differ."""
     losses: Mapping[int, float]
     """By version, the mean loss of the ranks along the interrupted run's final course."""
+    uninterrupted_losses: Mapping[int, float]
+    """The same of the run without a failure."""
     plot: str
 
     @property
     def promise_kept(self) -> bool:
-        """Whether the bits are what the recovery's fidelity promised them to be."""
+        """Whether the bits are what the recovery's fidelity promised them to be, and those of all stages that were not
+        lost."""
+        if self.survivors_bit_identical is False:
+            return False
         return self.fidelity != "exact" or (self.loss_bit_identical and self.params_bit_identical)
 
     @property
@@ -90,12 +106,13 @@ class DemoResult:
 
     def to_object(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "nodes_lost": list(self.nodes_lost)}
+        return {**asdict(self), "nodes_lost": list(self.nodes_lost), "notes": list(self.notes)}
 
 
 def render(result: DemoResult) -> RenderableType:
     """The report as rich prints it."""
-    return Group(recovery_table(result), cost_table(result), verdict(result))
+    stage = [] if result.stage_lost is None else [stage_table(result), loss_table(result)]
+    return Group(recovery_table(result), *stage, cost_table(result), verdict(result))
 
 
 def ranks_text(ranks: int) -> str:
@@ -116,6 +133,8 @@ def recovery_table(result: DemoResult) -> Table:
         0: "none: the memory of all nodes survived",
         1: f"that of node {', '.join(map(str, result.nodes_lost))}",
     }.get(len(result.nodes_lost), "that of all nodes")
+    if result.stage_lost is not None:
+        lost = f"every copy of stage {result.stage_lost} of {result.stages}, in memory and in the durable tier"
     where = f", on {ranks_text(result.resumed_on)}" if result.ranks_changed else ""
     objects = ", ".join(f"{count} from {tier}" for tier, count in result.sources.items()) or "none"
     return two_columns(
@@ -131,6 +150,29 @@ def recovery_table(result: DemoResult) -> Table:
             ("fidelity", result.fidelity),
         ],
     )
+
+
+def stage_table(result: DemoResult) -> Table:
+    same = "have every bit of version" if result.survivors_bit_identical else "are NOT what they were at version"
+    return two_columns(
+        f"Stage {result.stage_lost} of {result.stages}, of which every copy was lost",
+        [
+            (f"by {result.on_lost_stage}", "\n".join(result.notes)),
+            ("the other stages", f"{same} {result.resumed_at}"),
+        ],
+    )
+
+
+def loss_table(result: DemoResult) -> Table:
+    """The loss before and after the failure, and what it is without one."""
+    table = Table(title="The loss, in nats a byte", title_justify="left", box=box.SIMPLE)
+    for column in ("after step", "with the failure", "without", "difference"):
+        table.add_column(column, justify="right")
+    wanted = {result.failed_at, *(result.resumed_at + steps for steps in (1, 2, 5, 10, 20)), result.steps}
+    for version in sorted(wanted & result.losses.keys() & result.uninterrupted_losses.keys()):
+        own, other = result.losses[version], result.uninterrupted_losses[version]
+        table.add_row(f"{version}", f"{own:.3f}", f"{other:.3f}", f"{own - other:+.3f}")
+    return table
 
 
 def cost_table(result: DemoResult) -> Table:
@@ -189,9 +231,13 @@ def verdict(result: DemoResult) -> Text:
         parts = []
         if not result.loss_bit_identical:
             parts.append(f"the losses differ from step {result.first_difference} on")
+        if result.survivors_bit_identical is False:
+            parts.append("stages that were not lost differ")
         if not result.params_bit_identical:
             parts.append("the resumed states differ" if result.ranks_changed else "the final states differ")
-        said = "as its fidelity says it may" if result.promise_kept else "although the recovery called itself exact"
+        said = "although the recovery called itself exact"
+        if result.fidelity != "exact":
+            said = "as its fidelity says it may"
         text = Text(
             f"Not identical to the last bit, {said}: {' and '.join(parts)}.",
             style="bold yellow" if result.promise_kept else "bold red",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tiercheck.demo.training.model_size import VOCABULARY
 
-__all__ = ["GPT"]
+__all__ = ["GPT", "Block", "Embedding", "Head", "cross_entropy", "initialise"]
 
 
 class Block(nn.Module):
@@ -46,34 +46,68 @@ class Block(nn.Module):
         return output
 
 
+class Embedding(nn.Module):
+    """Of bytes and their places."""
+
+    def __init__(self, width: int, sequence: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(sequence, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Int64 of shape ``(batch, sequence)`` to ``(batch, sequence, width)``."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        hidden: torch.Tensor = self.dropout(self.bytes(inputs) + self.positions(places))
+        return hidden
+
+
+class Head(nn.Module):
+    """The scores of the next byte."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``(batch, sequence, width)`` to float32 logits of shape ``(batch, sequence, 256)``."""
+        logits: torch.Tensor = self.scores(self.norm(hidden)).float()
+        return logits
+
+
 class GPT(nn.Module):
     """Bytes in, the mean cross-entropy of the next byte out."""
 
     def __init__(self, *, width: int, layers: int, heads: int, sequence: int, dropout: float) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(sequence, width)
-        self.dropout = nn.Dropout(dropout)
+        self.embedding = Embedding(width, sequence, dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.apply(initialise)
-        # The variance of the residual stream would otherwise grow with the depth.
-        for name, parameter in self.named_parameters():
-            if name.endswith(("attention_out.weight", "perceptron_out.weight")):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+        self.head = Head(width)
+        initialise(self, layers)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Inputs and targets are int64 of shape ``(batch, sequence)``; the loss is a float32 scalar, in nats."""
-        places = torch.arange(inputs.shape[1], device=inputs.device)
-        hidden = self.dropout(self.bytes(inputs) + self.positions(places))
+        hidden = self.embedding(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(self.norm(hidden)).float()
-        return functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+        return cross_entropy(self.head(hidden), targets)
 
 
-def initialise(module: nn.Module) -> None:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """``layers``: the blocks of the whole model, also if this is a part of it."""
+    model.apply(initialise_weights)
+    # The variance of the residual stream would otherwise grow with the depth.
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention_out.weight", "perceptron_out.weight")):
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+
+
+def initialise_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -23,16 +23,18 @@ import torch  # noqa: E402
 
 from tiercheck.demo.settings import RECOVERED, TrainingSettings  # noqa: E402
 from tiercheck.demo.training.digest import state_digest, whole_digest  # noqa: E402
-from tiercheck.demo.training.model import GPT  # noqa: E402
+from tiercheck.demo.training.iterations import build_model, iterate_by  # noqa: E402
 from tiercheck.demo.training.model_size import parameter_count  # noqa: E402
 from tiercheck.demo.training.progress import ProgressWriter, progress_path  # noqa: E402
-from tiercheck.demo.training.text import batch_at, fingerprint, load_corpus  # noqa: E402
+from tiercheck.demo.training.text import fingerprint, load_corpus  # noqa: E402
 from tiercheck.recording.stats import Stats  # noqa: E402
 
 __all__ = ["deepspeed_configuration", "main", "train"]
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 10
+RANKS_APART_MAX = 2
+"""Versions that ranks may be apart when they are killed. A stage that is further behind goes back alone."""
 FOLDS_S_MAX = 60.0
 FOLDS_AGAIN_S = 0.05
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -42,7 +44,7 @@ def deepspeed_configuration(settings: TrainingSettings) -> dict[str, Any]:
     """The DeepSpeed JSON; ``torch_adam`` because DeepSpeed's own Adam wants a compiler."""
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": settings.micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": settings.steps + 1,
         "zero_optimization": {"stage": settings.zero},
@@ -64,14 +66,7 @@ def deepspeed_configuration(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def build_engine(settings: TrainingSettings, rank: int) -> Any:
-    torch.manual_seed(settings.seed)  # the same initial model on every rank
-    model = GPT(
-        width=settings.width,
-        layers=settings.layers,
-        heads=settings.heads,
-        sequence=settings.sequence,
-        dropout=settings.dropout,
-    )
+    model = build_model(settings)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=deepspeed_configuration(settings)
     )
@@ -89,9 +84,13 @@ def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
     from tiercheck.config import CheckpointConfig
     from tiercheck.hierarchy import Hierarchy
     from tiercheck.integrations.deepspeed import attach
+    from tiercheck.policy.recovery.lost_stage import LostStage
 
     config = CheckpointConfig(base_every=settings.base_every, batch=settings.batch, codec=settings.codec)
-    return attach(engine, Hierarchy.of(*settings.tiers), config=config)
+    lost = None
+    if settings.on_lost_stage is not None:
+        lost = LostStage(method=settings.on_lost_stage, behind_max=RANKS_APART_MAX)
+    return attach(engine, Hierarchy.of(*settings.tiers), config=config, on_lost_stage=lost)
 
 
 def wait_for_folds(checkpointer: Any) -> None:
@@ -107,10 +106,16 @@ def wait_for_folds(checkpointer: Any) -> None:
         time.sleep(FOLDS_AGAIN_S)
 
 
+def digest_at(engine: Any, settings: TrainingSettings) -> dict[str, str]:
+    """Of the state after a version. Data-parallel ranks put the whole together; of a stage it is its own."""
+    return state_digest(engine) if settings.stages else whole_digest(engine)
+
+
 def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> None:
     """Train up to ``settings.steps``, from where the tiers say, and write the digest of the final state."""
     corpus = load_corpus(Path(settings.text) if settings.text else None)
     engine = build_engine(settings, rank)
+    iterate = iterate_by(engine, settings, corpus, rank)
     checkpointer = attach_checkpointer(engine, settings)
     if checkpointer is not None and (recovery := checkpointer.recovery) is not None:
         progress.write("recovered", **recovery.to_object())
@@ -123,27 +128,16 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
         version=engine.global_steps,
     )
     if settings.digest_at == RECOVERED:
-        progress.write("state", version=engine.global_steps, digest=whole_digest(engine))
+        progress.write("state", version=engine.global_steps, digest=digest_at(engine, settings))
     for version in range(engine.global_steps + 1, settings.steps + 1):
         begun = time.perf_counter()
-        windows = batch_at(
-            corpus,
-            seed=settings.seed,
-            version=version,
-            rank=rank,
-            micro_batch=settings.micro_batch,
-            sequence=settings.sequence,
-        )
-        inputs, targets = (torch.from_numpy(window) for window in windows)
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
+        loss = iterate(version)
         value, seconds = loss.item(), time.perf_counter() - begun
         # Asking for the statistics looks into the tiers: it is no part of the step.
         stats = Stats() if checkpointer is None else checkpointer.stats
         progress.step(version, value, seconds, stats.stall_s, captured=stats.bases, folded=stats.mover.folded_bases)
         if settings.digest_at == version:
-            progress.write("state", version=version, digest=whole_digest(engine))
+            progress.write("state", version=version, digest=digest_at(engine, settings))
         if checkpointer is not None and version == 1:
             wait_for_folds(checkpointer)
     digest = state_digest(engine)

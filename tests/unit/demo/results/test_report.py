@@ -44,6 +44,7 @@ RECOVERY: dict[str, Any] = {
         {"ranks": [[1, 1]], "tier": "nvme", "anchor": True, "differentials": [[9, 9]]},
     ],
     "fidelity": "exact",
+    "notes": [],
     "seconds": 0.25,
 }
 
@@ -145,6 +146,52 @@ def test_one_rank_that_resumes_another_state_is_found(state: dict[str, Any]) -> 
     assert "the resumed states differ" in text_of(result)
 
 
+def of_a_lost_stage() -> tuple[TrainingSettings, list[RankProgress], Interrupted]:
+    """Stage 1 of three is made anew; its losses are not what they would have been."""
+    settings = replace(SETTINGS, ranks=3, stages=3, layers=3, on_lost_stage="neighbours")
+    made = {**RECOVERY, "fidelity": "approximate", "notes": ["stage 1 of 3 is made anew"]}
+    reference, first, second = (
+        [life(0, versions, finished=done) for _ in range(3)]
+        for versions, done in ((range(1, STEPS + 1), True), (range(1, 10), False), (range(10, STEPS + 1), True))
+    )
+    for stage, (without, own) in enumerate(zip(reference, second, strict=True)):
+        own.recovered = made
+        without.state = {"version": 9, "digest": {"masters": f"m{stage}"}}
+        own.state = {"version": 9, "digest": {"masters": "made" if stage == 1 else f"m{stage}"}}
+        own.finished = {"digest": {"masters": "other"}, "drain_s": 0.5}
+        own.steps = [replace(step, loss=(step.loss_value + 0.25).hex()) for step in own.steps]
+    return settings, reference, Interrupted(first, second, 8.0, {}, {})
+
+
+def compared_stages(settings: TrainingSettings, reference: list[RankProgress], interrupted: Interrupted) -> DemoResult:
+    plan = FailurePlan(version=9, fraction=0.5, nodes_lost=(1,), stage_lost=1)
+    return compare(Failure.STAGE, settings, plan, reference, interrupted, plot=Path("losses.png"))
+
+
+def test_a_lost_stage_is_reported_with_what_it_was_made_of_and_the_losses_beside_those_without() -> None:
+    result = compared_stages(*of_a_lost_stage())
+    assert result.survivors_bit_identical and result.promise_kept
+    assert not result.loss_bit_identical and not result.params_bit_identical
+    assert result.uninterrupted_losses[10] == pytest.approx(result.losses[10] - 0.25)
+    text = text_of(result)
+    assert "every copy of stage 1 of 3" in text
+    assert "have every bit of version 9" in text
+    assert "stage 1 of 3 is made anew" in text
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["10"])
+    assert row[-1] == "+0.250"
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 9, "digest": {"masters": "other"}}])
+def test_a_stage_that_was_not_lost_and_differs_is_a_broken_promise(state: dict[str, Any]) -> None:
+    settings, reference, interrupted = of_a_lost_stage()
+    interrupted.second[2].state = state
+    result = compared_stages(settings, reference, interrupted)
+    assert result.survivors_bit_identical is False
+    assert not result.promise_kept
+    assert "are NOT what they were at version 9" in text_of(result)
+    assert "stages that were not lost differ" in text_of(result)
+
+
 def test_steps_trained_again_are_lost_steps_and_are_compared_too() -> None:
     reference, interrupted = runs()
     second = [life(rank, range(8, STEPS + 1)) for rank in range(2)]
@@ -243,11 +290,13 @@ def test_version_ranges_name_every_version_once(versions: set[int]) -> None:
 @given(seed=st.integers(0, 2**31 - 1), kind=st.sampled_from(list(Failure)))
 def test_the_failure_is_a_function_of_the_seed_and_in_the_window(seed: int, kind: Failure) -> None:
     settings = replace(SETTINGS, seed=seed)
+    if kind is Failure.STAGE:
+        settings = replace(settings, ranks=4, stages=4, layers=4)
     plan = plan_failure(kind, settings)
     assert plan == plan_failure(kind, settings)
     assert settings.base_every + settings.batch < plan.version <= STEPS - LAST_STEPS_SPARED
     assert 0 <= plan.fraction < 1
-    assert len(plan.nodes_lost) == {Failure.SOFTWARE: 0, Failure.NODE: 1, Failure.RACK: 2}[kind]
+    assert len(plan.nodes_lost) == {Failure.SOFTWARE: 0, Failure.RACK: 2}.get(kind, 1)
 
 
 def test_seeds_reach_the_whole_window_and_both_nodes() -> None:
@@ -308,3 +357,16 @@ def test_the_parameter_count_is_the_models() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     full = TrainingSettings(steps=1, seed=0)
     assert 5e6 < parameter_count(width=full.width, layers=full.layers, sequence=64) < 10e6
+
+
+def test_a_stage_that_is_lost_is_an_inner_one_and_may_leave_an_older_base() -> None:
+    settings = replace(SETTINGS, steps=30, ranks=5, stages=5, on_lost_stage="neighbours")
+    plans = [plan_failure(Failure.STAGE, replace(settings, seed=seed)) for seed in range(100)]
+    assert {plan.stage_lost for plan in plans} == {1, 2, 3}
+    assert all(plan.nodes_lost == (plan.stage_lost,) for plan in plans)
+    assert {plan.bases_kept_until for plan in plans} == {-1}, "no base of the stage is left"
+    for method in ("older-base", "older-base-or-neighbours"):
+        plan = plan_failure(Failure.STAGE, replace(settings, on_lost_stage=method))
+        assert plan.bases_kept_until == plan.version - 5
+    with pytest.raises(ConfigurationError, match="only a pipeline can lose a stage"):
+        plan_failure(Failure.STAGE, SETTINGS)
