@@ -33,10 +33,10 @@ def build_model(settings: TrainingSettings) -> nn.Module:
     )
 
 
-def build_stage(settings: TrainingSettings) -> PipelineModule:
+def build_stage(settings: TrainingSettings) -> nn.Module:
     """As many blocks as the other stages have. The first stage has the embedding as well, the last one the head."""
     block = LayerSpec(Block, settings.width, settings.heads, settings.dropout)
-    stage = PipelineModule(
+    stage: nn.Module = PipelineModule(
         [
             LayerSpec(Embedding, settings.width, settings.sequence, settings.dropout),
             *[block] * settings.layers,
