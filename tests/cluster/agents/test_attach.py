@@ -169,12 +169,14 @@ def test_a_second_job_of_the_name_is_refused_and_the_first_goes_on(place: Node) 
     urls = [place.shm(), f"nvme://{place.durable}?survives=rack"]
     training = Training()
     with training.attach(Hierarchy.of(*urls), mover="agent", deadline_s=20.0) as checkpointer:
+        training.step(1)
+        checkpointer.flush()  # its mover has opened what it needs
         scheduler = ThreadScheduler()
         with pytest.raises(JobConflict, match=r"this process is using .* for rank 0 already"):
             run(AgentSession.of(Hierarchy.of(*urls), 0, scheduler, 10.0, os.environ))
         run(scheduler.close())
         assert state_of(place) == "moving", "the mover of the job that lives stands still"
-        training.step(1)
+        training.step(2)
         checkpointer.flush()
 
 
