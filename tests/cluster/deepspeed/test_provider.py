@@ -9,22 +9,14 @@ whole way where training uses the compressed gradients).
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
-from tests.forks import Forks, tail
+from tests.cluster.deepspeed.launches import MARKS, Results, holds, launch
+from tests.forks import Forks
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
-]
+pytestmark = MARKS
 
 RANKS, UNEVEN_RANKS = 2, 3
-LAUNCH_SECONDS_MAX = 240
 
 REPLAYS = (
     "zero0-fp32",
@@ -120,94 +112,51 @@ INDEXES = (
 )
 
 
-@dataclass(frozen=True)
-class Results:
-    """What a launch found."""
-
-    ranks: list[dict[str, list[str]]]
-    """What did not hold in each check, for each rank."""
-    ending: list[str]
-    """If a rank failed, how the launch ended and what it printed last, until the first check that fails has said so."""
-
-    def __getitem__(self, rank: int) -> dict[str, list[str]]:
-        return self.ranks[rank]
-
-
-def launch(forks: Forks, directory: Path, checks: str, ranks: int = RANKS) -> Results:
-    """Run one set of checks on all ranks."""
-    log = directory / "log"
-    codes = forks.run(
-        "tests.cluster.deepspeed.worker", directory, checks, ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX
-    )
-    files = [directory / f"r{rank}.json" for rank in range(ranks)]
-    ending = [f"the launch ended with {codes}:\n{tail(log)}"] if any(codes) else []
-    if not all(file.exists() for file in files):
-        pytest.fail("\n".join(["before its first check", *ending]))
-    return Results([json.loads(file.read_text()) for file in files], ending)
-
-
 @pytest.fixture(scope="module")
 def replays(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(forks, tmp_path_factory.mktemp("replays"), "replays")
+    return launch(forks, tmp_path_factory.mktemp("replays"), "worker", "replays", ranks=RANKS)
 
 
 @pytest.fixture(scope="module")
 def edges(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(forks, tmp_path_factory.mktemp("edges"), "edges")
+    return launch(forks, tmp_path_factory.mktemp("edges"), "worker", "edges", ranks=RANKS)
 
 
 @pytest.fixture(scope="module")
 def resumes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(forks, tmp_path_factory.mktemp("resumes"), "resumes")
+    return launch(forks, tmp_path_factory.mktemp("resumes"), "worker", "resumes", ranks=RANKS)
 
 
 @pytest.fixture(scope="module")
 def compressed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(forks, tmp_path_factory.mktemp("compressed"), "compressed")
+    return launch(forks, tmp_path_factory.mktemp("compressed"), "worker", "compressed", ranks=RANKS)
 
 
 @pytest.fixture(scope="module")
 def indexes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(forks, tmp_path_factory.mktemp("indexes"), "indexes", UNEVEN_RANKS)
+    return launch(forks, tmp_path_factory.mktemp("indexes"), "worker", "indexes", ranks=UNEVEN_RANKS)
 
 
-def holds(results: Results, check: str) -> None:
-    """Fails with a line for each thing that did not hold, on any rank; and, once, how the launch failed."""
-    lines = []
-    for rank, checks in enumerate(results.ranks):
-        found = checks.get(check, [f"never ran; the last one that did was {list(checks)[-1]}"])
-        lines += [f"rank {rank}: {failure}" for failure in found[:20]]
-    if lines:
-        if results.ending:
-            lines.append(results.ending.pop())
-        pytest.fail("\n".join(lines), pytrace=False)  # whole: an assertion would show its ends alone
-
-
-@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
 @pytest.mark.parametrize("check", REPLAYS)
 def test_load_replay_and_go_on_is_the_uninterrupted_run(replays: Results, check: str) -> None:
     holds(replays, check)
 
 
-@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
 @pytest.mark.parametrize("check", EDGES)
 def test_edge(edges: Results, check: str) -> None:
     holds(edges, check)
 
 
-@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
 @pytest.mark.parametrize("check", RESUMES)
 def test_attach_fail_attach_again_and_go_on(resumes: Results, check: str) -> None:
     holds(resumes, check)
 
 
-@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
 @pytest.mark.parametrize("check", COMPRESSED)
 def test_train_on_compressed_gradients_fail_and_go_on(compressed: Results, check: str) -> None:
     holds(compressed, check)
 
 
-@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
 @pytest.mark.parametrize("check", INDEXES)
 def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(indexes: Results, check: str) -> None:
     """On two ranks every case of :data:`REPLAYS` tells it too."""
