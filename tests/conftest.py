@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import tests.small_states  # noqa: F401  (for what it sets)
 from tests.forks import forks, pytest_configure, pytest_configure_node
 from tests.parsing import parse_in_turns
 from tests.servers.gluster import gluster

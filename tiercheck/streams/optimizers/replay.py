@@ -17,9 +17,12 @@ from tiercheck.kernels.threads import run, split
 from tiercheck.streams.optimizers.optimizer import Array, Form, Function, ReplayableOptimizer, State
 from tiercheck.streams.optimizers.registry import find_optimizer
 
-__all__ = ["Replay", "Setting", "replay_for"]
+__all__ = ["Replay", "Setting", "is_ready", "replay_for"]
 
 logger = logging.getLogger(__name__)
+
+_ready: set[tuple[str, Setting]] = set()
+"""For which optimizers' kinds, running how, :func:`replay_for` has found a form in this process."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,17 @@ def replay_for(
             reason = why_not(form, found, setting)
             if reason is None:
                 function = function_of(form, setting.implementation, setting.instruction_set)
+                _ready.add((found.kind, setting))
                 return Replay(form.name, found, setting.implementation, function)
             if choose is not None:
                 raise ConfigurationError(f"the replay kernel {choose!r} cannot be had: {reason}")
             logger.info("the replay kernel %s is passed over: %s", form.name, reason)
     return None
+
+
+def is_ready(kind: str, setting: Setting) -> bool:
+    """Whether :func:`replay_for` has found a form before, so that it answers at once."""
+    return (kind, setting) in _ready
 
 
 def approximation_of(optimizer: ReplayableOptimizer[Any], implementation: str, choose: str | None) -> Replay:

@@ -18,11 +18,11 @@ from tiercheck.kernels.threads import PIECE_MIN
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
-from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
+from tiercheck.streams.optimizers.replay import Replay, Setting, is_ready, replay_for
 from tiercheck.streams.replay.runs import Gradient, Step
 from tiercheck.streams.tensors.provider import OptimizerIdentity, StateProvider
 
-__all__ = ["InPlace", "is_certified", "kernel_for"]
+__all__ = ["InPlace", "is_certified", "is_kernel_ready", "kernel_for"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,13 @@ def is_certified(saved: OptimizerIdentity, options: Sequence[Mapping[str, Any]])
     if optimizer is None or setting is None or any(optimizer.reason_not_replayable(group) for group in options):
         return False
     return replay_for(optimizer, setting) is not None
+
+
+def is_kernel_ready(provider: StateProvider) -> bool:
+    """Whether a kernel was certified before for the provider's optimizer as it runs now: :func:`kernel_for` takes no
+    time."""
+    setting = setting_of(provider)
+    return setting is not None and is_ready(provider.identity().optimizer.kind, setting)
 
 
 def setting_of(provider: StateProvider) -> Setting | None:

@@ -1,7 +1,8 @@
 """Replay: from a base to the version of the last differential, in temporal order.
 
 A step is replayed by a kernel in place, several steps in one read and one write of the state, where a kernel is
-bit-exact with the optimizer that took the steps. Everything else is replayed by calling the optimizer itself.
+bit-exact with the optimizer that took the steps. Everything else is replayed by calling the optimizer itself. So is
+what ends sooner that way: a few steps, in a process that has not made a kernel ready.
 
 The chain passes in runs of a few steps, or of more where gradients are sparse and the closed form may be used. While
 one is replayed, the next one is made (read, verified, decoded) on another thread, and no more than that one: whatever
@@ -24,7 +25,7 @@ from tiercheck.kernels import SparseGradient
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
-from tiercheck.streams.replay.kernel_selection import kernel_for
+from tiercheck.streams.replay.kernel_selection import is_kernel_ready, kernel_for
 from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run
 from tiercheck.streams.state import MakeRuns
 from tiercheck.streams.tensors.provider import StateProvider
@@ -34,6 +35,11 @@ __all__ = ["SPARSE_STEPS_AT_ONCE", "STEPS_AT_ONCE", "Replayed", "Replayer", "rep
 STEPS_AT_ONCE = 5
 """Versions in a run: what a kernel takes in one pass over the state. More of them gain little, and each costs a decoded
 gradient of memory, twice."""
+
+CALLED_ELEMENTS_MAX = 1 << 27
+"""Elements of all steps together up to which the optimizer is called if no kernel is ready. To make one ready takes
+most of a second in a new process: Numba is imported, and the kernel loaded and tried. In that time the optimizer, which
+needs two to five times as long for an element, does as many on one slow core."""
 
 SPARSE_STEPS_AT_ONCE = 50
 """The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
@@ -205,6 +211,7 @@ class Replayer:
         self._provider = provider
         self._threads = threads
         self._exact = exact
+        self._called_elements = 0
         self.approximated = 0
         """Steps that were replayed otherwise than bit for bit."""
 
@@ -212,7 +219,7 @@ class Replayer:
         """Apply the steps, then the buffers. Errors: ``Corruption`` for a buffer that the state does not have."""
         waiting = run.steps
         while waiting:
-            kernel = kernel_for(self._provider, waiting, exact=self._exact)
+            kernel = None if self._is_little(waiting) else kernel_for(self._provider, waiting, exact=self._exact)
             if kernel is not None:
                 kernel(self._provider, waiting, threads=self._threads)
                 if not kernel.exact:
@@ -223,9 +230,18 @@ class Replayer:
             waiting = waiting[1:]
         self._load(run.buffers)
 
+    def _is_little(self, steps: Sequence[Step]) -> bool:
+        """Whether so little is left that no kernel is worth being made ready for it."""
+        gradients = [each for step in steps for each in step.gradients.values()]
+        if any(isinstance(each, SparseGradient) for each in gradients):
+            return False
+        elements = self._called_elements + sum(each.numel() for each in gradients)
+        return elements <= CALLED_ELEMENTS_MAX and not is_kernel_ready(self._provider)
+
     def _call(self, step: Step) -> None:
         masters = self._provider.masters()
         gradients = {name: dense(gradient, masters[name]) for name, gradient in step.gradients.items()}
+        self._called_elements += sum(each.numel() for each in gradients.values())
         self._provider.apply(gradients, step.hyperparameters)
 
     def _load(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from tests.recorded import Trainer, fresh, gradients_of, state_of
 from tests.replaying import one_by_one, replayed_runs
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
+from tiercheck.streams.optimizers import replay as optimizers_replay
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
@@ -189,6 +190,28 @@ class TestKernels:
         replay(provider, differentials)
         assert len(calls) == 1
         assert state_of(provider) == trainer.state()
+
+    def test_the_optimizer_is_called_for_little_work_until_a_kernel_is_ready(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(optimizers_replay, "_ready", set())
+        trainer = Trainer()
+        differentials = recorded(trainer, 12)
+        elements = sum(master.numel() for master in fresh().masters().values())
+        monkeypatch.setattr(replaying, "CALLED_ELEMENTS_MAX", 5 * elements)
+
+        def calls(differentials: list[Differential]) -> int:
+            provider, calls = fresh(), []
+            apply = provider.apply
+            provider.apply = lambda *arguments: (calls.append(1), apply(*arguments))  # type: ignore[method-assign]
+            replay(provider, differentials)
+            if differentials[-1].version == 12:
+                assert state_of(provider) == trainer.state()
+            return len(calls)
+
+        assert calls(differentials[:3]) == 3, "so few are called for"
+        assert calls(differentials) == 5, "five make a run; what more comes is worth a kernel"
+        assert calls(differentials) == 1, "a kernel is ready: only the state is made by a call"
 
     def test_tensors_that_no_threads_share_are_taken_by_one_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = Trainer()
