@@ -233,10 +233,10 @@ class Replayer:
     def _is_little(self, steps: Sequence[Step]) -> bool:
         """Whether so little is left that no kernel is worth being made ready for it."""
         gradients = [each for step in steps for each in step.gradients.values()]
-        if any(isinstance(each, SparseGradient) for each in gradients):
+        elements = sum(each.numel() for each in gradients if isinstance(each, torch.Tensor))
+        if self._called_elements + elements > CALLED_ELEMENTS_MAX or is_kernel_ready(self._provider):
             return False
-        elements = self._called_elements + sum(each.numel() for each in gradients)
-        return elements <= CALLED_ELEMENTS_MAX and not is_kernel_ready(self._provider)
+        return not any(isinstance(each, SparseGradient) for each in gradients)
 
     def _call(self, step: Step) -> None:
         masters = self._provider.masters()
