@@ -43,7 +43,6 @@ DUMP_S_MAX = 10.0
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
     "numba",
-    "tests.small_states",
     "tiercheck.integrations.deepspeed",
     "tiercheck.integrations.torch",
     "tiercheck.opening.startup",

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+import tests.small_states  # noqa: F401  (kernels replay the shards)
 from tests.assembling import assembled
 from tests.forks import join
 from tiercheck.checkpointer import Checkpointer
