@@ -1,5 +1,5 @@
-"""Kernels replay the states of tests, too. These are small, so that the optimizers would be called."""
+"""Kernels replay the states of tests when a job starts, too. The optimizers would be called, as these are small."""
 
-from tiercheck.streams.replay import replay
+from tiercheck.streams.tensors import tensor_state
 
-replay.CALLED_ELEMENTS_MAX = 0
+tensor_state.CALLED_ELEMENTS_MAX = 0

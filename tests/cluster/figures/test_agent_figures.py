@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_an_agent_of_two_ranks_is_measured_at_rest_and_at_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scale", "--json", "--agent", "2", "--seconds", "1"]) == 0
+    assert main(["scale", "--json", "--agent", "2", "--seconds", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"] == 2
     assert 0 <= found["idle"] < 1

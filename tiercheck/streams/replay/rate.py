@@ -42,8 +42,7 @@ def replay_rate(
         gradient = torch.linspace(-1, 1, count)
         steps = tuple(Step(each + 1, groups, {NAME: gradient}) for each in range(STEPS_AT_ONCE))
         run = Run(1, STEPS_AT_ONCE, steps, {}, {}, Tally())
-        replayer.apply(run)  # this makes the optimizer's state
-        certified = kernel_for(state, steps) is not None  # and this makes the kernel ready
+        replayer.apply(run)  # this makes the optimizer's state, and kernels ready
         replayer.apply(run)
         seconds = []
         for _ in range(REPEATS):
@@ -51,6 +50,6 @@ def replay_rate(
             replayer.apply(run)
             seconds.append(max(clock() - began, 1e-9))
         moved = count * STEPS_AT_ONCE
-        return ReplayRate((moved / max(seconds), moved / min(seconds)), certified)
+        return ReplayRate((moved / max(seconds), moved / min(seconds)), kernel_for(state, steps) is not None)
     except (TierCheckError, ValueError, TypeError, RuntimeError) as error:
         return ReplayRate(None, False, f"{error}")

@@ -36,11 +36,6 @@ STEPS_AT_ONCE = 5
 """Versions in a run: what a kernel takes in one pass over the state. More of them gain little, and each costs a decoded
 gradient of memory, twice."""
 
-CALLED_ELEMENTS_MAX = 1 << 27
-"""Elements of all steps together up to which the optimizer is called if no kernel is ready. To make one ready takes
-most of a second in a new process: Numba is imported, and the kernel loaded and tried. In that time the optimizer, which
-needs two to five times as long for an element, does as many on one slow core."""
-
 SPARSE_STEPS_AT_ONCE = 50
 """The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
 for one. So many are merged as far as they take no more memory than a run of dense gradients."""
@@ -82,6 +77,7 @@ async def replay_runs(
     *,
     threads: int | None = None,
     exact: bool = True,
+    called_elements_max: int = 0,
     before: Callable[[Run], None] = lambda run: None,
 ) -> Replayed:
     """Apply runs, oldest first, to the state the provider holds; make the next one while one is applied.
@@ -90,12 +86,16 @@ async def replay_runs(
     of them replay while the other half makes the next run. With one thread the two take turns. An optimizer that is
     called runs on as many as torch grants it. ``exact=False`` allows Adam's steps over sparse gradients to be
     replayed by a closed form, which is faster, and within 2e-5 of the movement of what the optimizer did; that is
-    told in the tally. ``before`` is called with each run before it is applied, and must not keep it. The runs must
-    fit the state (:func:`~tiercheck.streams.replay.runs.check_fits`). Errors: those of ``make``.
+    told in the tally. ``called_elements_max``: as of :class:`Replayer`. ``before`` is called with each run before it
+    is applied, and must not keep it. The runs must fit the state
+    (:func:`~tiercheck.streams.replay.runs.check_fits`). Errors: those of ``make``.
     """
     granted = threads_granted(threads)
     making = max(1, granted // 2)
-    replaying = _Replaying(Replayer(provider, threads=max(1, granted - making), exact=exact))
+    replayer = Replayer(
+        provider, threads=max(1, granted - making), exact=exact, called_elements_max=called_elements_max
+    )
+    replaying = _Replaying(replayer)
     elements = sum(master.numel() for master in provider.masters().values())
     made = make(making)
     runs = _Runs(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE), scheduler)
@@ -204,13 +204,17 @@ class _Runs:
 class Replayer:
     """Applies runs to the state that a provider holds, which they fit, on at most ``threads`` threads.
 
-    ``exact``: see :func:`replay_runs`.
+    ``exact``: see :func:`replay_runs`. ``called_elements_max``: so many elements, of all steps together, are left to
+    the optimizer while the process has no kernel ready. A call takes memory for the gradients once more.
     """
 
-    def __init__(self, provider: StateProvider, *, threads: int = 1, exact: bool = True) -> None:
+    def __init__(
+        self, provider: StateProvider, *, threads: int = 1, exact: bool = True, called_elements_max: int = 0
+    ) -> None:
         self._provider = provider
         self._threads = threads
         self._exact = exact
+        self._called_elements_max = called_elements_max
         self._called_elements = 0
         self.approximated = 0
         """Steps that were replayed otherwise than bit for bit."""
@@ -234,7 +238,7 @@ class Replayer:
         """Whether so little is left that no kernel is worth being made ready for it."""
         gradients = [each for step in steps for each in step.gradients.values()]
         elements = sum(each.numel() for each in gradients if isinstance(each, torch.Tensor))
-        if self._called_elements + elements > CALLED_ELEMENTS_MAX or is_kernel_ready(self._provider):
+        if self._called_elements + elements > self._called_elements_max or is_kernel_ready(self._provider):
             return False
         return not any(isinstance(each, SparseGradient) for each in gradients)
 

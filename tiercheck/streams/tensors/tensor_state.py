@@ -41,6 +41,12 @@ from tiercheck.types import Fidelity
 __all__ = ["TensorReader", "TensorState"]
 
 
+CALLED_ELEMENTS_MAX = 1 << 27
+"""Elements of all steps together that a start leaves to the optimizer while no kernel is ready. To make one ready takes
+most of a second in a new process: Numba is imported, and the kernel loaded and tried. In that time the optimizer, which
+needs two to five times as long for an element, does as many on one slow core."""
+
+
 class TensorState:
     """See :class:`~tiercheck.streams.state.TrainingState`."""
 
@@ -74,7 +80,12 @@ class TensorState:
 
     def reader(self) -> TensorReader:
         threads = self._config.recovery_threads or processors_of_rank()
-        return TensorReader(self._provider, threads=threads, exact=self._config.exact_replay)
+        return TensorReader(
+            self._provider,
+            threads=threads,
+            exact=self._config.exact_replay,
+            called_elements_max=CALLED_ELEMENTS_MAX,
+        )
 
     def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
         from tiercheck.streams.replay.rate import replay_rate  # few starts need it
@@ -116,15 +127,23 @@ class TensorState:
 
 
 class TensorReader:
-    """See :class:`~tiercheck.streams.state.StateReader`. ``threads``, ``exact``: as of
+    """See :class:`~tiercheck.streams.state.StateReader`. ``threads``, ``exact``, ``called_elements_max``: as of
     :func:`~tiercheck.streams.replay.replay.replay_runs`."""
 
     steps_at_once = STEPS_AT_ONCE
 
-    def __init__(self, provider: StateProvider, *, threads: int | None = None, exact: bool = True) -> None:
+    def __init__(
+        self,
+        provider: StateProvider,
+        *,
+        threads: int | None = None,
+        exact: bool = True,
+        called_elements_max: int = 0,
+    ) -> None:
         self.threads = threads_granted(threads)
         self._provider = provider
         self._exact = exact
+        self._called_elements_max = called_elements_max
         self._expected: Expected | None = None
 
     def expect(self) -> None:
@@ -170,7 +189,13 @@ class TensorReader:
             hyperparameters=start.hyperparameters,
         )
         replayed = await replay_runs(
-            self._provider, make, scheduler, threads=self.threads, exact=self._exact, before=forget
+            self._provider,
+            make,
+            scheduler,
+            threads=self.threads,
+            exact=self._exact,
+            called_elements_max=self._called_elements_max,
+            before=forget,
         )
         host_state = start.host_state if replayed.host_state is None else replayed.host_state
         return Rebuilt(host_state, replayed.tally, residuals)

@@ -21,7 +21,7 @@ from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import InPlace, kernel_for
-from tiercheck.streams.replay.replay import SPARSE_STEPS_AT_ONCE, dense, merged, nbytes_of, replay
+from tiercheck.streams.replay.replay import SPARSE_STEPS_AT_ONCE, STEPS_AT_ONCE, dense, merged, nbytes_of, replay
 from tiercheck.streams.replay.runs import Run, Step, decode_run, run_of
 
 ADAMS = {
@@ -198,14 +198,15 @@ class TestKernels:
         trainer = Trainer()
         differentials = recorded(trainer, 12)
         elements = sum(master.numel() for master in fresh().masters().values())
-        monkeypatch.setattr(replaying, "CALLED_ELEMENTS_MAX", 5 * elements)
 
         def calls(differentials: list[Differential]) -> int:
             provider, calls = fresh(), []
             apply = provider.apply
-            provider.apply = lambda *arguments: (calls.append(1), apply(*arguments))  # type: ignore[method-assign]
-            replay(provider, differentials)
-            if differentials[-1].version == 12:
+            monkeypatch.setattr(provider, "apply", lambda *arguments: (calls.append(1), apply(*arguments)))
+            replayer = replaying.Replayer(provider, called_elements_max=5 * elements)
+            for start in range(0, len(differentials), STEPS_AT_ONCE):
+                replayer.apply(decode_run(differentials[start : start + STEPS_AT_ONCE], threads=1))
+            if len(differentials) == 12:
                 assert state_of(provider) == trainer.state()
             return len(calls)
 
