@@ -30,7 +30,9 @@ def demo(
     ] = 0,
     on_lost_stage: Annotated[
         str | None,
-        typer.Option(help="What a lost stage is made of: neighbours, neighbours-and-ends, older-base."),
+        typer.Option(
+            help="Makes a lost stage: neighbours, neighbours-and-ends, older-base or older-base-or-neighbours."
+        ),
     ] = None,
     codec: Annotated[str, typer.Option(help="How the differentials are encoded.")] = "exact",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the durable tier's files.")] = False,

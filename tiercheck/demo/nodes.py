@@ -109,10 +109,7 @@ class Nodes:
         Errors: ``Transient`` if a process still uses it after :data:`END_DEADLINE_S`.
         """
         for node in nodes:
-            kill_agent(self.agent(node))
-            for name in (f"{self.name}-node{node}", shm_name(self.agent(node), self.name)):
-                with contextlib.suppress(NotFound):
-                    remove_when_released(name)
+            wipe(self.agent(node), f"{self.name}-node{node}", shm_name(self.agent(node), self.name))
 
     def lose_stage(self, rank: int, durable: Path, kept_until: int) -> None:
         """Every copy of what a rank has saved is gone, but for its durable bases up to a version.
@@ -120,9 +117,7 @@ class Nodes:
         Errors: ``Transient`` if a process still uses one after :data:`END_DEADLINE_S`.
         """
         keeper = self.agent((rank + 1) % len(self._nodes))
-        kill_agent(keeper)
-        with contextlib.suppress(NotFound):
-            remove_when_released(shm_name(keeper, self.name))
+        wipe(keeper, shm_name(keeper, self.name))
         self.fail((rank,))
         asyncio.run(delete_of(rank, make_driver(f"nvme://{durable}"), kept_until))
 
@@ -131,6 +126,15 @@ class Nodes:
         self.fail(self._nodes)
         for node in self._nodes:
             remove_run_files(self.agent(node))
+
+
+def wipe(agent: str, *namespaces: str) -> None:
+    """The agent dies, and these namespaces are gone; those that are not there have nothing to lose. Errors:
+    ``Transient``."""
+    kill_agent(agent)
+    for name in namespaces:
+        with contextlib.suppress(NotFound):
+            remove_when_released(name)
 
 
 def kill_agent(name: str) -> None:

@@ -81,7 +81,9 @@ class TrainingSettings:
 
     def _check_pipeline(self) -> None:
         if self.stages < STAGES_MIN:
-            raise ConfigurationError(f"a pipeline of {self.stages} has no stage between two others: take {STAGES_MIN}")
+            raise ConfigurationError(
+                f"a pipeline of {self.stages} has no stage between two others: take {STAGES_MIN} or more"
+            )
         if self.stages != self.ranks:
             raise ConfigurationError(f"a pipeline of {self.stages} stages runs on as many ranks, not on {self.ranks}")
         if self.layers % self.stages:

@@ -236,11 +236,14 @@ class Replayer:
 
     def _is_little(self, steps: Sequence[Step]) -> bool:
         """Whether so little is left that no kernel is worth being made ready for it."""
-        gradients = [each for step in steps for each in step.gradients.values()]
-        elements = sum(each.numel() for each in gradients if isinstance(each, torch.Tensor))
-        if self._called_elements + elements > self._called_elements_max or is_kernel_ready(self._provider):
+        if self._called_elements >= self._called_elements_max or is_kernel_ready(self._provider):
             return False
-        return not any(isinstance(each, SparseGradient) for each in gradients)
+        gradients = [each for step in steps for each in step.gradients.values()]
+        if any(isinstance(each, SparseGradient) for each in gradients):
+            return False
+        masters = self._provider.masters()
+        elements = sum(masters[name].numel() for step in steps for name in step.gradients)
+        return self._called_elements + elements <= self._called_elements_max
 
     def _call(self, step: Step) -> None:
         masters = self._provider.masters()
