@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,18 @@ class EntryPointGroup:
 
 @functools.lru_cache(maxsize=32)  # a shard may name any number of codecs that are not installed
 def _all(group: str, path: tuple[tuple[str, int | None], ...]) -> list[EntryPoint]:
+    """``path``: as of :func:`_registered`."""
+    found = {(each.name, distribution_of(each), each.value): each for each in _registered(path).select(group=group)}
+    return [found[key] for key in sorted(found)]
+
+
+@functools.lru_cache(
+    maxsize=1
+)  # all that is installed is read, for all groups at once: that takes tens of milliseconds
+def _registered(path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
     """``path``: where distributions are looked for, and when each place changed."""
     del path
-    found = {(each.name, distribution_of(each), each.value): each for each in entry_points(group=group)}
-    return [found[key] for key in sorted(found)]
+    return entry_points()
 
 
 def _changed_at(directory: str) -> tuple[str, int | None]:
@@ -116,7 +124,12 @@ def _find(group: EntryPointGroup, name: str, path: tuple[str, ...]) -> EntryPoin
 
 
 def distribution_of(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "an unnamed distribution"
+    return _name_of(entry.dist) if entry.dist is not None else "an unnamed distribution"
+
+
+@functools.lru_cache(maxsize=64)  # the name stands in a text of kilobytes
+def _name_of(distribution: Distribution) -> str:
+    return distribution.name
 
 
 def install_command(entry: EntryPoint) -> str:

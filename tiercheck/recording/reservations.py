@@ -55,6 +55,8 @@ class Reservations:
         """
         try:
             self._ahead = self._tier.driver.reserve_nowait(str(key), nbytes)
+            if self._ahead is not None:
+                _ = self._ahead.buffer  # a driver may make it ready only now
         except TierError as error:
             log.debug("%s finds no memory yet: %s", key, error)  # reserve() asks again, and raises
 

@@ -80,7 +80,7 @@ class MappedSegments:
                 head = self.directory.extend(head, nbytes, check)
             region: MappedRegion | None = None
             if nbytes:  # nothing cannot be mapped
-                region = self._region(head, nbytes, check)
+                region = self._region(head, nbytes)
                 if tail is not None:
                     region.show_behind(tail.fd, whole_pages(missing))
             if 2 * head.recycled_bytes < nbytes:
@@ -105,7 +105,8 @@ class MappedSegments:
         region: MappedRegion | None = None
         try:
             if 2 * segment.recycled_bytes >= nbytes:
-                region = self._region(segment, nbytes, check)
+                region = self._region(segment, nbytes)
+                region.populate(check)
                 self._copy(payload, region.address, check)
             else:
                 write_buffers(segment.fd, payload, check)  # fresh pages: mapping them would only add to the cost
@@ -182,7 +183,8 @@ class MappedSegments:
         others = replace(self._selection, owned=False, ready=self._ready)
         segment = self.directory.take(head_bytes, head_bytes, check, others, empties_pool=False)
         try:
-            region = self._region(segment, nbytes, check)
+            region = self._region(segment, nbytes)
+            region.populate(check)
             if not region.is_pinned:
                 unpin = self.pinning.pin(region.address, region.shown_bytes)
                 if unpin is not None:
@@ -193,8 +195,8 @@ class MappedSegments:
             raise
         return segment, region
 
-    def _region(self, segment: Segment, room: int, check: Check) -> MappedRegion:
-        """A region that shows the segment, populated: the one it had here, if any."""
+    def _region(self, segment: Segment, room: int) -> MappedRegion:
+        """A region that shows the segment: the one it had here, if any."""
         kept = self.cache.take(segment.inode)
         shown_bytes = whole_pages(segment.nbytes)
         if kept is None or kept.region.room < room:
@@ -206,7 +208,6 @@ class MappedSegments:
             if not undisturbed or region.shown_bytes != shown_bytes:
                 region.unpin()  # it is not the same pages any more
         region.show(segment.fd, shown_bytes)
-        region.populate(check)
         return region
 
     def _copy(self, payload: Payload, address: int, check: Check) -> None:
@@ -226,19 +227,26 @@ class MappedSegments:
 
 
 class MappedSegment:
-    """Memory for an object of up to ``nbytes``; ``view`` is that memory."""
+    """Memory for an object of up to ``nbytes``."""
 
     def __init__(
         self, segments: MappedSegments, head: Segment, tail: Segment | None, region: MappedRegion | None, nbytes: int
     ) -> None:
         self.nbytes = nbytes
-        self.view = memoryview(bytearray()) if region is None else region.lend(nbytes)
+        self._view = memoryview(bytearray()) if region is None else region.lend(nbytes)
         self._segments = segments
         self._directory = segments.directory
         self._head: Segment | None = head
         self._tail = tail
         self._region = region
         self._lock = threading.Lock()
+
+    @property
+    def view(self) -> memoryview:
+        """That memory. The page table gets it when this is first asked for: of a base, in the thread that copies it."""
+        if self._region is not None:
+            self._region.populate(lambda: None)
+        return self._view
 
     def publish(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo:
         """Make the first ``nbytes`` the object, once. :meth:`give_back` must follow, whether it raises or not."""
@@ -278,7 +286,7 @@ class MappedSegment:
         if whole_pages(nbytes) == whole_pages(self._head.nbytes):
             return None
         try:
-            with self.view[:nbytes] as content:
+            with self._view[:nbytes] as content:
                 info = self._segments.store(key, [content], mode, check)
         except CapacityExceeded:
             assert self._region is not None
@@ -293,14 +301,14 @@ class MappedSegment:
         at = head.nbytes
         while at < nbytes:
             check()
-            with self.view[at : min(nbytes, at + COPIED_AT_ONCE_BYTES)] as part:
+            with self._view[at : min(nbytes, at + COPIED_AT_ONCE_BYTES)] as part:
                 at += os.pwrite(head.fd, part, at)
         return longer
 
     def _release_view(self) -> bool:
         """Whether nobody else has the memory: no slice of the view, no array made of it."""
         try:
-            self.view.release()
+            self._view.release()
         except BufferError:
             return False
         return self._region is None or not self._region.is_lent

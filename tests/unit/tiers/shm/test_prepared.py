@@ -49,6 +49,18 @@ async def test_it_is_backed_mapped_and_handed_out(name: str) -> None:
         assert blocks(name) == {}
 
 
+async def test_a_reservation_is_entered_into_the_page_table_when_its_buffer_is_asked_for(name: str) -> None:
+    """So a base costs the thread that copies it that, and not training."""
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        reserved = await driver.reserve("k", 4 * MIB)
+        region = reserved._segment._region  # type: ignore[attr-defined]
+        assert (region.shown_bytes, region._populated_bytes) == (4 * MIB, 0)
+        buffer = reserved.buffer
+        assert region._populated_bytes == buffer.nbytes == 4 * MIB
+        del buffer
+        await reserved.publish()
+
+
 async def test_it_is_made_in_the_order_of_need_and_handed_out_meanwhile(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
