@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tiercheck.errors import ConfigurationError
 
@@ -96,7 +96,7 @@ def _all(group: str, path: tuple[tuple[str, int | None], ...]) -> list[EntryPoin
 def _registered(path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
     """``path``: where distributions are looked for, and when each place changed."""
     del path
-    return entry_points()
+    return cast("EntryPoints", entry_points())  # Python 3.11 has a class of its own for all of them, with select()
 
 
 def _changed_at(directory: str) -> tuple[str, int | None]:
