@@ -51,7 +51,7 @@ class _Work:
 
 
 class FoldServer:
-    """Answers one owner. ``at_once``: so many folds take the memory of a base at a time."""
+    """Answers one owner. ``at_once``: so many folds run at a time."""
 
     def __init__(self, channel: Channel, opens: OpenFoldExecutor, at_once: int) -> None:
         self._channel = channel

@@ -23,7 +23,7 @@ NICE_MAX = 19
 
 
 class FoldSettings(Struct, frozen=True):
-    """No more folds than threads take the memory of a base at a time, and the others wait."""
+    """No more folds than threads run at a time, and the others wait."""
 
     threads: int
     """Folds at a time."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -155,19 +155,32 @@ class LocalFoldExecutor:
 
     async def fold(self, fold: Fold, wanted: Wanted) -> Outcome:
         try:
-            shards = [await self._verified(key) for key in (fold.base, *fold.differentials)]
-            base = await self._replayed(shards)
+            return await self._folded(fold, wanted)
         except _Unreadable as error:
             return error.outcome
         except NotExact as doubt:
             return Refused(str(doubt), until_captured=isinstance(doubt, InDoubt))
         except MemoryError as error:
             raise self._too_little(fold.base, error) from error
+
+    async def _folded(self, fold: Fold, wanted: Wanted) -> Outcome:
+        """Errors: ``_Unreadable``; ``NotExact``; ``MemoryError``; ``TierError``."""
+        broken_off = False
+
+        def check() -> None:
+            if broken_off:
+                raise _BrokenOff
+
+        def stop(task: asyncio.Future[Any]) -> None:
+            nonlocal broken_off
+            broken_off = True
+
+        base = await self._begun(fold, check, stop)
         if not await wanted():
             return Superfluous()
         reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
         try:
-            nbytes = await settled(self._beside(partial(_write, base, reservation)))
+            nbytes = await settled(self._beside(partial(_write, base, reservation)), stop=stop)
             if base.unexpected:
                 return Differs(base.unexpected[:NAMES_MAX])
             if not await wanted():
@@ -179,21 +192,13 @@ class LocalFoldExecutor:
             await settled(_drop(reservation))
         return Made(str(base.key), info.nbytes, base.audited)
 
-    async def _replayed(self, shards: list[Shard]) -> StateCapture:
-        broken_off = False
-
-        def check() -> None:
-            if broken_off:
-                raise _BrokenOff
-
-        def stop(task: asyncio.Future[StateCapture]) -> None:
-            nonlocal broken_off
-            broken_off = True
-
-        def replay() -> StateCapture:
-            return self._shards(shards[0], shards[1:], tier=self._tier.name, check=check)
-
-        return await settled(self._beside(replay), stop=stop)
+    async def _begun(
+        self, fold: Fold, check: Callable[[], None], stop: Callable[[asyncio.Future[Any]], None]
+    ) -> StateCapture:
+        """Of shards that were verified. ``stop`` is called if nobody waits any more, and ``check`` raises then."""
+        shards = [await self._verified(key) for key in (fold.base, *fold.differentials)]
+        made = partial(self._shards, shards[0], shards[1:], tier=self._tier.name, check=check)
+        return await settled(self._beside(made), stop=stop)
 
     def _too_little(self, base: ShardKey, error: MemoryError) -> Transient:
         why = f"{self.where} has too little memory to fold: {error}"

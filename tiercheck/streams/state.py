@@ -176,8 +176,9 @@ class FoldShards(Protocol):
         """Verified shards of one rank and generation, oldest first, with no version missing. Blocking, in any thread.
 
         Returns the base, to be copied and finished: to the last byte the one that the job would have captured, or
-        :attr:`StateCapture.unexpected` names what differs.
-        ``check`` raises once the work is to be broken off. Errors: ``NotExact``; ``Corruption``; those of ``check``.
+        :attr:`StateCapture.unexpected` names what differs. It may lie over the shards, and be replayed when it is
+        copied. ``check`` raises once the work is to be broken off. Errors, of ``copy`` as well: ``NotExact``;
+        ``Corruption``; those of ``check``.
         """
         ...
 

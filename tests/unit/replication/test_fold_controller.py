@@ -26,7 +26,6 @@ from tiercheck.policy.first_tier import holding
 from tiercheck.policy.policies import EverySeconds, EveryVersions, Policies, When
 from tiercheck.replication.mover import Mover
 from tiercheck.streams.rebuilding import folding
-from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
@@ -398,7 +397,7 @@ def test_auto_captures_what_cannot_be_folded_and_says_why(
     monkeypatch.setattr(_Startup, "folding", lambda self, _, bound, **__: folding_of(self, AN_AGENT, bound, apart=True))
     assert "do not lead to the bits of the state" in captured({"codec": "nf4"})
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_selection, "is_certified", lambda *_: False)
+        patch.setattr(folding, "is_certified", lambda *_: False)
         assert "no kernel is certified in this process for torch.optim" in captured({})
     monkeypatch.setattr(folding, "find_optimizer", lambda _: None)
     assert "no kernel stands for torch.optim" in captured({})

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tiercheck import schema
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import Shard
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import index_of
 from tiercheck.format.references import read_references
 from tiercheck.keys import ShardKey
@@ -28,14 +30,16 @@ from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.rebuilding.carry_over import options_at_end
 from tiercheck.streams.rebuilding.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.streams.records.audit import read_audit
-from tiercheck.streams.records.base import BaseCapture, tensors_of
+from tiercheck.streams.records.base import BaseCapture, BaseState, tensors_of
 from tiercheck.streams.records.constants import CarriedOn
+from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
-from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import Tally, reached
+from tiercheck.streams.replay.kernel_selection import InPlace, is_certified, kernel_for
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
-from tiercheck.streams.replay.runs import decode_run
+from tiercheck.streams.replay.runs import GradientsOnDemand, Step, decode_run
 from tiercheck.streams.state import InDoubt, NotExact
+from tiercheck.streams.tensors.as_bytes import given
 from tiercheck.streams.tensors.provider import Identity
 from tiercheck.types import Fidelity
 
@@ -64,7 +68,7 @@ class TensorFolding:
                     f"no {identity.optimizer.kind} is registered where folds run (the group tiercheck.optimizers): "
                     "install there what registers it, too"
                 )
-            if not kernel_selection.is_certified(identity.optimizer, held["hyperparameters"]) and self.certified:
+            if not is_certified(identity.optimizer, held["hyperparameters"]) and self.certified:
                 raise NotExact(f"no kernel is certified in this process for {identity.optimizer.kind} as it runs")
 
     def __call__(
@@ -93,9 +97,22 @@ def _or_not_exact() -> Iterator[None]:
 def fold(
     base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None], threads: int = 1
 ) -> BaseCapture:
-    """See :class:`~tiercheck.streams.state.FoldShards`. Takes once the base's bytes, in the process's own memory."""
+    """See :class:`~tiercheck.streams.state.FoldShards`. If a kernel replays all steps, they are replayed in the memory
+    that the base is copied to, and when it is. Else that takes once the base's bytes, in the process's own memory."""
     with _or_not_exact():
         return _folded(base, differentials, tier, check, threads)
+
+
+class ReplayedBase(BaseCapture):
+    """A base whose copy is replayed where it lies. ``replay`` is given the copies, by their names in the base."""
+
+    def __init__(self, *arguments: Any, replay: Callable[[Mapping[str, torch.Tensor]], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._replay = replay
+
+    def copy(self, memory: memoryview) -> None:
+        with _or_not_exact():
+            self._replay(self._copied_to(memory))
 
 
 def _folded(
@@ -103,37 +120,29 @@ def _folded(
 ) -> BaseCapture:
     reader = StoredReader(threads=threads)
     began = reader.base_alone(base, tier=tier)
-    references = read_references(base)
-    index = index_of(base, references.specs if references is not None else ())
-    state = StoredState(began.identity, began.group_of, index=index)
-    state.load(
-        masters=began.masters,
-        optimizer_state=began.optimizer_state,
-        extras=began.extras,
-        hyperparameters=began.hyperparameters,
-    )
     if began.residuals:
         raise NotExact("it holds what gradients have left out, of which later versions record nothing")
-    replayer, tally, host_state = Replayer(state, threads=threads), Tally(), began.host_state
-    for shard in differentials:
-        records = reader.records(shard, began, tier=tier)
-        for at in range(0, len(records), STEPS_AT_ONCE):
-            check()
-            run = decode_run(records[at : at + STEPS_AT_ONCE], threads=threads)
-            state.make_room_for(run.buffers)
-            replayer.apply(run)
-            tally, host_state = tally + run.tally, run.host_state
-    for doubts, refusal in ((Doubts(), NotExact), (Doubts.of(host_state), InDoubt)):
-        fidelity, notes = reached(began.identity, state.identity(), tally, doubts)
-        if fidelity is not Fidelity.EXACT:
-            raise refusal("; ".join(notes))
+    records = [each for shard in differentials for each in reader.records(shard, began, tier=tier)]
+    references = read_references(base)
+    index = index_of(base, references.specs if references is not None else ())
+    chain = _Chain(began, records, index, check, threads)
+    state = chain.state(began.masters, began.optimizer_state, newest_buffers(began.extras, records))
+    check_exact(began.identity, state.identity(), records)
+    kernel = kernel_for(state, chain.steps)
+    if kernel is None:
+        state.copy_all()
+        chain.call(state)
+        make: Callable[..., BaseCapture] = BaseCapture
+    else:
+        make = partial(ReplayedBase, replay=partial(chain.replay, kernel))
+    host_state = records[-1].host_state
     state.take_options(options_at_end(state.hyperparameters(), host_state))
     key, last = base.metadata.key, differentials[-1].metadata.key.last
     constants = None
     if references is not None and key.constants is not None:
         constants = CarriedOn(state, key.constants, references)
     expected = read_audit(differentials[-1], last, tensors_of(state)[0])
-    return BaseCapture(
+    return make(
         state,
         ShardKey.base(key.generation, last, key.rank),
         base.metadata.world_size,
@@ -143,6 +152,86 @@ def _folded(
         expected=expected,
         audited=bool(expected),
     )
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A base that was read, and the records after it. ``check`` raises once the work is to be broken off."""
+
+    began: BaseState
+    records: Sequence[Differential]
+    index: LogicalIndex
+    check: Callable[[], None]
+    threads: int
+
+    def state(
+        self,
+        masters: Mapping[str, torch.Tensor],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, torch.Tensor],
+    ) -> StoredState:
+        """Of these tensors themselves, with the options of the base."""
+        state = StoredState(self.began.identity, self.began.group_of, index=self.index)
+        state.load(
+            masters={name: given(each) for name, each in masters.items()},
+            optimizer_state={
+                name: {key: given(each) if isinstance(each, torch.Tensor) else each for key, each in held.items()}
+                for name, held in optimizer_state.items()
+            },
+            extras={name: given(each) for name, each in extras.items()},
+            hyperparameters=self.began.hyperparameters,
+        )
+        return state
+
+    @property
+    def steps(self) -> list[Step]:
+        """Of which each gradient is decoded when a kernel comes to it: one at a time is in memory."""
+        return [
+            Step(each.version, each.hyperparameters, GradientsOnDemand(each))
+            for each in self.records
+            if not each.skipped
+        ]
+
+    def call(self, state: StoredState) -> None:
+        """Replay all steps on the state, by its optimizer if need be."""
+        replayer = Replayer(state, threads=self.threads)
+        for at in range(0, len(self.records), STEPS_AT_ONCE):
+            self.check()
+            run = decode_run(self.records[at : at + STEPS_AT_ONCE], threads=self.threads)
+            replayer.apply(replace(run, buffers={}))  # the state has the newest ones
+
+    def replay(self, kernel: InPlace, copies: Mapping[str, torch.Tensor]) -> None:
+        """Replay all steps on the copies of the base's tensors, by their names in the base."""
+        masters = {name: copies[f"master/{name}"] for name in self.began.masters}
+        held = {
+            name: {key: copies.get(f"state/{name}/{key}", value) for key, value in held.items()}
+            for name, held in self.began.optimizer_state.items()
+        }
+        state, steps = self.state(masters, held, {}), self.steps
+        for at in range(0, len(steps), STEPS_AT_ONCE):
+            self.check()
+            kernel(state, steps[at : at + STEPS_AT_ONCE], threads=self.threads)
+
+
+def newest_buffers(extras: Mapping[str, torch.Tensor], records: Sequence[Differential]) -> Mapping[str, torch.Tensor]:
+    """``extras``, and instead of those that have changed what the records hold of them last. Errors: ``Corruption`` for
+    one that is not among them."""
+    found = dict(extras)
+    for record in records:
+        for name, value in record.buffers().items():
+            if name not in extras or (extras[name].shape, extras[name].dtype) != (value.shape, value.dtype):
+                raise Corruption(f"differential {record.version} has a buffer {name!r} that the base does not have")
+            found[name] = value
+    return found
+
+
+def check_exact(saved: Identity, here: Identity, records: Sequence[Differential]) -> None:
+    """Errors: ``NotExact`` if the steps replayed by ``here`` may have other bits than those that were taken."""
+    tally = sum((Tally.of(each.encodings.values()) for each in records), Tally())
+    for doubts, refusal in ((Doubts(), NotExact), (Doubts.of(records[-1].host_state), InDoubt)):
+        fidelity, notes = reached(saved, here, tally, doubts)
+        if fidelity is not Fidelity.EXACT:
+            raise refusal("; ".join(notes))
 
 
 def check_foldable(

@@ -8,7 +8,7 @@ installed distribution has registered (``tiercheck.optimizers``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -83,6 +83,10 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_given(tensor) else tensor.clone()
 
 
+def as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+
+
 class StoredState(StateProvider):
     """The state that :meth:`load` was given, on the host. ``saved``, ``group_of``: of the base."""
 
@@ -133,11 +137,14 @@ class StoredState(StateProvider):
     def index(self) -> LogicalIndex:
         return self._index or super().index()
 
-    def make_room_for(self, buffers: Iterable[str]) -> None:
-        """These are to be overwritten: what stands for a tensor that was not at hand gets memory."""
-        for name in buffers:
-            if name in self._extras and self._extras[name].is_meta:
-                self._extras[name] = torch.empty_like(self._extras[name], device=HOST)
+    def copy_all(self) -> None:
+        """Have memory of its own for all that an optimizer updates."""
+        self._states = {
+            name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in held.items()}
+            for name, held in self.optimizer_state().items()
+        }
+        self._masters = {name: as_parameter(each.detach().clone()) for name, each in self._masters.items()}
+        self._optimizer = None
 
     def take_options(self, options: list[dict[str, Any]]) -> None:
         """Those at the end of the version."""
@@ -176,10 +183,7 @@ class StoredState(StateProvider):
         if self._masters:
             copy_into(self.masters(), masters)
         else:
-            self._masters = {
-                name: torch.nn.Parameter(kept(each), requires_grad=each.is_floating_point() or each.is_complex())
-                for name, each in masters.items()
-            }
+            self._masters = {name: as_parameter(kept(each)) for name, each in masters.items()}
         self._extras = {name: kept(each) for name, each in extras.items()}
         self._states = {
             name: {key: kept(each) if isinstance(each, torch.Tensor) else each for key, each in held.items()}

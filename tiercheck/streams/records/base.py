@@ -139,7 +139,7 @@ class BaseCapture:
         everything, values = tensors_of(provider)
         everything |= {f"residual/{name}": tensor for name, tensor in residuals.items()}
         extras = {name: tensor for name, tensor in everything.items() if name.startswith(EXTRA)}
-        self._later = {name: tensor for name, tensor in everything.items() if name not in extras}
+        self._later = later = {name: tensor for name, tensor in everything.items() if name not in extras}
         self._known = constants
         trained_nbytes = nbytes_of(self._later.values())
         self._split = constants.split(trained_nbytes) if constants is not None else Split(extras, {}, {}, {})
@@ -159,7 +159,7 @@ class BaseCapture:
         self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
             {name: tuple(tensor.shape) for name, tensor in everything.items()}
         )
-        self._watch = Watch(lambda: {**self._later, **live})
+        self._watch = Watch(lambda: {**later, **live})  # not by way of self: nothing is kept beyond the capture
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
         self._expected = dict(expected or {})
@@ -184,15 +184,21 @@ class BaseCapture:
 
     def copy(self, memory: memoryview) -> None:
         """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
+        self._copied_to(memory)
+
+    def _copied_to(self, memory: memoryview) -> dict[str, torch.Tensor]:
+        """The copies, over ``memory``. Nobody may keep one of them beyond :meth:`finish`."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
+        copies: dict[str, torch.Tensor] = {}
         for name, tensor in {**self._at_once, **self._later}.items():
             spec = self._specs[name]
             slot = writer.slot(name, spec.dtype, spec.shape)
-            tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
+            copies[name] = tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
             if name in self._expected or name in self._blocks:
                 self._hashed[name] = slot
         self.disturbed = bool(self._watch.written())
         self._writer = writer
+        return copies
 
     def finish(self) -> int:
         """Close the shard; returns its length in bytes. Not before :meth:`copy` has returned, and the constants are

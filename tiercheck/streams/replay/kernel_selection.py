@@ -133,10 +133,13 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
         return None
     if not all(each.is_taken(optimizer) for each in tensors_of(provider, steps)):
         return None
-    sparse = any(isinstance(each, SparseGradient) for step in steps for each in step.gradients.values())
-    approximate = not exact and sparse and optimizer.approximation() is not None
+    approximate = not exact and optimizer.approximation() is not None and has_sparse(steps)
     replay = replay_for(optimizer, setting, exact=not approximate)
     return None if replay is None else InPlace(replay)
+
+
+def has_sparse(steps: Sequence[Step]) -> bool:
+    return any(isinstance(each, SparseGradient) for step in steps for each in step.gradients.values())
 
 
 def is_certified(saved: OptimizerIdentity, options: Sequence[Mapping[str, Any]]) -> bool:

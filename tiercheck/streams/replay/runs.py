@@ -13,7 +13,7 @@ rounded. What does get smaller on the way: of the buffers only the newest are ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -28,7 +28,7 @@ from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.state import Undecodable
 
-__all__ = ["Gradient", "Run", "Step", "check_fits", "decode_run", "run_of"]
+__all__ = ["Gradient", "GradientsOnDemand", "Run", "Step", "check_fits", "decode_run", "run_of"]
 
 Gradient = torch.Tensor | SparseGradient
 """In the master's shape, on the host; or of its flattened elements those that are not zero, as fp32."""
@@ -128,14 +128,34 @@ def _gradients(differential: Differential, threads: int) -> dict[str, Gradient]:
     pieces = [slice(len(names) * index // count, len(names) * (index + 1) // count) for index in range(count)]
 
     def decode(piece: slice) -> dict[str, Gradient]:
-        return {name: _gradient(differential, name, threads // count) for name in names[piece]}
+        return {name: gradient_of(differential, name, threads=threads // count) for name in names[piece]}
 
     return {name: each for found in on_threads(decode, pieces) for name, each in found.items()}
 
 
-def _gradient(differential: Differential, name: str, threads: int) -> Gradient:
+def gradient_of(differential: Differential, name: str, *, threads: int = 1) -> Gradient:
+    """The gradient of a master, decoded. Errors: ``Corruption``."""
     sparse = differential.sparse_gradient(name, threads=threads)
     return differential.gradient(name, threads=threads) if sparse is None else sparse
+
+
+class GradientsOnDemand(Mapping[str, Gradient]):
+    """A record's gradients by master. Each is decoded when it is asked for, and not kept. Errors: ``Corruption``."""
+
+    def __init__(self, differential: Differential) -> None:
+        self._differential = differential
+
+    def __getitem__(self, name: str) -> Gradient:
+        return gradient_of(self._differential, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._differential.encodings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._differential.encodings)
+
+    def __len__(self) -> int:
+        return len(self._differential.encodings)
 
 
 def check_fits(differential: Differential, masters: Mapping[str, torch.Tensor], groups: int) -> None:

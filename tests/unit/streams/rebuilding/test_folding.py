@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.recording.bases import Bases
 from tiercheck.streams.rebuilding.folding import check_foldable, fold
+from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.state import NotExact
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
@@ -105,6 +107,17 @@ def test_a_fold_has_the_bytes_of_the_captured_base(name: str, tmp_path: Path) ->
         assert saved.folded(start, stop) == saved.bytes_of(f"base/{stop:012}"), f"{start}..{stop}"
 
 
+def test_a_kernel_replays_where_the_base_will_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that folds has no copy of the state. Only the first step, which makes the moments, is called."""
+    saved, copied = Saved(tmp_path, OPTIMIZERS["adamw-fused"]), []
+    copy_all = StoredState.copy_all
+    monkeypatch.setattr(StoredState, "copy_all", lambda self: copied.append(self) or copy_all(self))
+    assert saved.folded(1, LAST) == saved.bytes_of(f"base/{LAST:012}")
+    assert not copied
+    saved.folded(0, 1)
+    assert len(copied) == 1
+
+
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"codec": "exact+entropy"}], ids=str)
 def test_whatever_the_gradients_are_stored_as(options: dict[str, Any], tmp_path: Path) -> None:
     saved = Saved(tmp_path, torch.optim.AdamW, **options)
@@ -160,24 +173,48 @@ def test_of_other_tensors_none_agrees(tmp_path: Path) -> None:
     assert read_audit(shard, LAST - 1, ["master/0.weight"]) == {}
 
 
-def test_a_fold_is_broken_off_between_steps(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, torch.optim.AdamW)
+def checked(saved: Saved, optimizer: str, check: Callable[[], None]) -> None:
+    made = fold(saved.shard(f"base/{1:012}"), [saved.shard(f"differential/{2:012}")], tier="nvme", check=check)
+    assert optimizer != "rmsprop", "it is called, and not when the base is copied"
+    made.copy(memoryview(bytearray(made.nbytes_max)))
 
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "rmsprop"])
+def test_a_fold_is_broken_off_between_steps(optimizer: str, tmp_path: Path) -> None:
     def check() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        fold(saved.shard(f"base/{1:012}"), [saved.shard(f"differential/{2:012}")], tier="nvme", check=check)
+        checked(Saved(tmp_path, OPTIMIZERS[optimizer]), optimizer, check)
 
 
-def test_a_lack_of_memory_speaks_against_no_state(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, torch.optim.AdamW)
-
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "rmsprop"])
+def test_a_lack_of_memory_speaks_against_no_state(optimizer: str, tmp_path: Path) -> None:
     def check() -> None:
         torch.empty(1 << 50)
 
     with pytest.raises(MemoryError, match="you tried to allocate"):
-        fold(saved.shard(f"base/{1:012}"), [saved.shard(f"differential/{2:012}")], tier="nvme", check=check)
+        checked(Saved(tmp_path, OPTIMIZERS[optimizer]), optimizer, check)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "rmsprop"])
+def test_nothing_keeps_the_memory_of_what_was_folded(optimizer: str, tmp_path: Path) -> None:
+    """Without waiting for the garbage collector: a tier gets back the memory of what it has deleted."""
+    saved = Saved(tmp_path, OPTIMIZERS[optimizer])
+    read = [bytearray(saved.bytes_of(stem)) for stem in (f"base/{1:012}", f"differential/{2:012}")]
+    gc.collect()
+    gc.disable()
+    try:
+        shards = [container.parse(memoryview(each), tier="nvme") for each in read]
+        made = fold(shards[0], shards[1:], tier="nvme", check=lambda: None)
+        read.append(bytearray(made.nbytes_max))
+        made.copy(memoryview(read[-1]))
+        made.finish()
+        del made, shards
+        for each in read:
+            each.clear()  # raises if anybody has a view of it
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
