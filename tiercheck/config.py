@@ -94,9 +94,10 @@ class CheckpointConfig:
       optimizer, and an agent moves the data or a processor is free; else it captures, and says why
       (``Stats.not_folded``, and the log).
 
-    A process of its own folds, from the first step on; with ``fold`` and a first tier that no other process can open, it
-    is the mover's. If no kernel stands for the optimizer, a fold takes the memory of a base beside the first tier's. While the state holds a write that no version does, bases are
-    captured; if folding turns out not to be exact, they are captured from then on.
+    A process of its own folds, from the first step on; with ``fold`` and a first tier that no other process can open,
+    it is the mover's. If no kernel stands for the optimizer, a fold takes the memory of a base beside the first tier's.
+    While the state holds a write that no version does, bases are captured; if folding turns out not to be exact, they
+    are captured from then on.
 
     For a fold that does not keep up ``fold`` waits. ``auto`` captures the base; if memory for differentials is full as
     well, training waits up to 10 s once, and captures then.
