@@ -16,10 +16,14 @@ from tiercheck.streams.tensors.provider import StateProvider, extras_of
 __all__ = ["assembled"]
 
 
-def assembled(provider: StateProvider) -> tuple[dict[tuple[str, str], torch.Tensor], Holdings]:
-    """Every tensor of the model, by its key. Collective."""
+def assembled(provider: StateProvider, kept: str = "") -> tuple[dict[tuple[str, str], torch.Tensor], Holdings]:
+    """Every tensor of the model, by its key. ``kept``: in place of the masters, what the optimizer keeps for them under
+    that name. Collective."""
     index = provider.index()
-    stored = {f"master/{name}": tensor for name, tensor in provider.masters().items()}
+    masters = provider.masters()
+    if kept:
+        masters = {name: held[kept] for name, held in provider.optimizer_state().items()}
+    stored = {f"master/{name}": tensor for name, tensor in masters.items()}
     stored |= {f"extra/{name}": tensor for name, tensor in extras_of(provider).items()}
     index.check({name: tuple(tensor.shape) for name, tensor in stored.items()})
     mine = {name: tensor.float().flatten().numpy() for name, tensor in stored.items()}

@@ -32,7 +32,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
-from tiercheck.streams.stage import StagePlace, StageState
+from tiercheck.streams.stage import Moments, StagePlace, StageState, state_name
 from tiercheck.streams.state import (
     Conversion,
     FoldShards,
@@ -149,22 +149,30 @@ class NumberStage:
             self._state.weight[:] = 0
 
     def optimizer(self, stored: str) -> Mapping[str, Any]:
-        raise AssertionError("nothing is tied")
+        return {"momentum": [SIZE]}
 
-    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
-        raise AssertionError("nothing is tied")
+    def moments(self) -> Mapping[str, Moments]:
+        """All ranks have taken as many steps."""
+        master = f"{MASTER}weight"
+        return {master: Moments(1, {"momentum": float(MOMENTUM)}, self.optimizer(master))}
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any], like_master: Collection[str] = ()) -> None:
+        assert {*told} == {*like_master}, "nothing is tied"
+        self._state.momentum[:] = 0
 
     def finish(self) -> None:
         pass
 
     def read(self, stored: str, copy: Copy) -> bytes:
-        assert stored == f"{MASTER}weight"
-        return strided(self._state.weight[copy.source_start :], copy.lengths, copy.source_strides).tobytes()
+        return strided(self._array(stored)[copy.source_start :], copy.lengths, copy.source_strides).tobytes()
 
     def add(self, stored: str, copy: Copy, elements: bytes, weight: float) -> None:
-        assert stored == f"{MASTER}weight"
-        target = strided(self._state.weight[copy.target_start :], copy.lengths, copy.target_strides)
+        target = strided(self._array(stored)[copy.target_start :], copy.lengths, copy.target_strides)
         target += np.float32(weight) * np.frombuffer(elements, np.float32).reshape(copy.lengths)
+
+    def _array(self, stored: str) -> Array:
+        master = f"{MASTER}weight"
+        return {master: self._state.weight, state_name(master, "momentum"): self._state.momentum}[stored]
 
 
 class Writing:

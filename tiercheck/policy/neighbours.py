@@ -85,7 +85,7 @@ class Substitute:
     movement: float = 0.0
 
     def by_layer(
-        self, norms: Mapping[int, Sequence[float]], exponent: float = EXPONENT
+        self, norms: Mapping[int, Sequence[float | None]], exponent: float = EXPONENT
     ) -> tuple[tuple[Share, ...], ...]:
         """The shares of each layer apart, weighed by the layer's own norms.
 

@@ -10,7 +10,7 @@ from tiercheck import schema
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 
-__all__ = ["STATE", "StagePlace", "StageState", "state_name"]
+__all__ = ["STATE", "Moments", "StagePlace", "StageState", "state_name"]
 
 STATE = "state/"
 
@@ -44,6 +44,19 @@ class StagePlace:
     made."""
 
 
+@schema.ready
+@dataclass(frozen=True)
+class Moments:
+    """What a rank's optimizer knows of a master, if it is known what that is."""
+
+    steps: int
+    """How many it has counted; 0 before the first one."""
+    betas: Mapping[str, float]
+    """By the key of a moment."""
+    state: Mapping[str, Any]
+    """As of :meth:`StageState.optimizer`."""
+
+
 class StageState(Protocol):
     """What a stage of a pipeline that is lost is made of. Elements are those of masters, in fp32."""
 
@@ -68,9 +81,15 @@ class StageState(Protocol):
         ``UnsupportedSetup`` for a tensor that is not fp32."""
         ...
 
-    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
+    def moments(self) -> Mapping[str, Moments]:
+        """By stored master. Errors: ``RecoveryError`` naming an optimizer of which it is not known what its moments
+        are; as :meth:`optimizer`."""
+        ...
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any], like_master: Collection[str] = ()) -> None:
         """Another rank's :meth:`optimizer` is to be that of this master. Its tensors are zeros until they are added to
-        (:func:`state_name`), and take effect in :meth:`finish`."""
+        (:func:`state_name`), and take effect in :meth:`finish`. Those of ``like_master`` have this master's shape, and
+        not the one that is told."""
         ...
 
     def finish(self) -> None:

@@ -113,6 +113,8 @@ class OptimizerTests:
             assert self.optimizer.reason_not_replayable(group) is None
             assert self.optimizer.step(group, 2) == self.optimizer.step({**group, "params": []}, 2)
             assert set(self.optimizer.needs(self.optimizer.step(group, 2))) <= set(self.optimizer.state)
+            assert set(self.optimizer.moments(group)) <= set(self.optimizer.state)
+            assert all(0 <= beta < 1 for beta in self.optimizer.moments(group).values())
 
     def test_options_that_it_does_not_know_are_left_to_the_optimizer(self) -> None:
         assert self.optimizer.reason_not_replayable({}) is not None

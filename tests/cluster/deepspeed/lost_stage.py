@@ -5,152 +5,39 @@ Arguments: ``DIRECTORY CHECK...``; writes ``DIRECTORY/r{rank}.json``: for each c
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import random
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import distributed as dist
-from torch import nn
 
 import tiercheck
 from tests.assembling import assembled
-from tests.cluster.deepspeed.harness import (
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Block,
-    Case,
-    First,
-    Last,
-    cloned,
-    deepspeed,
-    differences,
-    objective,
-    snapshot,
-)
+from tests.cluster.deepspeed.harness import Case, cloned, deepspeed, differences, snapshot
+from tests.cluster.deepspeed.lost_stage_job import BASE, Job, iterate
 from tests.forks import join
-from tiercheck.checkpointer import Checkpointer
-from tiercheck.config import CheckpointConfig
 from tiercheck.errors import NotFound, RecoveryError
 from tiercheck.format import container
-from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.deepspeed import attach
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.policy.neighbours import weigh
 from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.streams.records.differential import read_differentials
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
-BASE, LOST_AT, CRASHED_AFTER, END = 3, 5, 4, 24
+LOST_AT, CRASHED_AFTER, END = 5, 4, 24
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = Case(0, False, accumulation=2, pipeline=True, scheduler=None)
 BF16 = Case(1, True, accumulation=2, clipping=0.3, pipeline=True)
-
-
-class Wide(Block):
-    """As many layers as a block, of other shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expand, self.contract = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-
-class Embedding(nn.Module):
-    """The first layer, and the last one by :func:`scores`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.1 * torch.randn(61, WIDTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.weight)
-
-
-def scores(layer: Embedding, x: torch.Tensor) -> torch.Tensor:
-    return x @ layer.weight.T
-
-
-@dataclass
-class Job:
-    """A pipeline of a stage a rank (``data``: data-parallel copies), each of ``blocks`` blocks."""
-
-    place: Path
-    case: Case
-    blocks: int = 2
-    data: int = 1
-    odd: Collection[int] = ()
-    """The stages whose blocks have other shapes."""
-    tied: bool = False
-    hierarchy: Hierarchy = field(init=False)
-
-    def __post_init__(self) -> None:
-        job = hashlib.sha256(f"{os.getppid()} {self.place}".encode()).hexdigest()[:16]
-        self.namespace = f"test-lost-{job}-{dist.get_rank()}"
-        memory = f"shm://test-lost-{job}-{{rank}}?size=64MiB"
-        self.hierarchy = Hierarchy.of(memory, f"nvme://{self.place}?survives=rack")
-        self.stages = dist.get_world_size() // self.data
-
-    def build(self, seed: int) -> Any:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        inner = [
-            LayerSpec(Wide if stage in self.odd else Block) for stage in range(self.stages) for _ in range(self.blocks)
-        ]
-        ends = [LayerSpec(First)], [LayerSpec(Last)]
-        if self.tied:
-            tied = [TiedLayerSpec("embed", Embedding, forward_fn=each) for each in (None, scores)]
-            ends = [tied[0]], [tied[1]]
-        layers = [*ends[0], *inner, *ends[1]]
-        model = PipelineModule(
-            layers, num_stages=self.stages, loss_fn=objective, base_seed=seed, partition_method="type:Block|Wide"
-        )
-        parameters = [{"params": [each for each in model.parameters() if each.requires_grad]}]
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=self.case.config())
-        torch.manual_seed(seed + 100 * dist.get_rank())
-        return engine
-
-    def attach(self, engine: Any, lost: Any = None, base_every: int = BASE) -> Checkpointer:
-        config = CheckpointConfig(base_every=base_every, batch=1, deadline_s=60, bases="capture")
-        return attach(engine, self.hierarchy, config=config, on_lost_stage=lost)
-
-    def lose(self, *ranks: int, before: int | None = None) -> None:
-        """Every copy of what these ranks have saved, or all from version ``before`` on."""
-        dist.barrier()
-        if dist.get_rank() in ranks:
-            remove_namespace(self.namespace)
-            shards, markers = (self.place / where / f"r{dist.get_rank():05d}" for where in (".", "done"))
-            for file in shards.rglob("*.safetensors"):
-                if before is None or int(file.name[:12]) >= before:
-                    file.unlink()
-            if before is None:
-                shutil.rmtree(markers, ignore_errors=True)  # without a base of it there are none
-        dist.barrier()
-
-    def end(self) -> None:
-        dist.barrier()
-        with suppress(NotFound):
-            remove_namespace(self.namespace)
-
-
-def iterate(engine: Any) -> float:
-    """One iteration on batches that are always the same: a model of this size learns them by heart."""
-    data = torch.Generator().manual_seed(1)
-    shape, factor = (2, LENGTH), torch.ones(2, 1)
-    batches = [torch.randint(VOCABULARY, shape, generator=data) for _ in range(engine.gradient_accumulation_steps())]
-    return float(engine.train_batch(data_iter=iter([(tokens, (tokens, factor)) for tokens in batches])))
+Whole = dict[tuple[str, str], torch.Tensor]
+"""All tensors of the model, or a moment of each that is trained."""
 
 
 def trained(engine: Any, until: int) -> list[float]:
@@ -174,9 +61,9 @@ def missing(text: str, *words: str) -> Iterator[str]:
             yield f"{word!r} is not in {text!r}"
 
 
-def life(job: Job, lost: Any, *, seed: int = 5) -> tuple[dict[str, Any], dict[Any, torch.Tensor], dict[str, float]]:
-    """Train to :data:`LOST_AT`, and end as by a crash. Returns the rank's state, all tensors of the model, and by
-    layer the squares of the norms of the last step's gradients of all ranks."""
+def life(job: Job, lost: Any, *, seed: int = 5) -> tuple[dict[str, Any], Whole, dict[str, Whole], dict[str, float]]:
+    """Train to :data:`LOST_AT`, and end as by a crash. Returns the rank's state, all tensors of the model and their
+    moments, and by layer the squares of the norms of the last step's gradients of all ranks."""
     engine = job.build(seed)
     checkpointer = job.attach(engine, lost)
     trained(engine, LOST_AT)
@@ -187,8 +74,9 @@ def life(job: Job, lost: Any, *, seed: int = 5) -> tuple[dict[str, Any], dict[An
     named = {} if lost is None else checkpointer_norms(job)
     dist.all_gather_object(squares, named)
     whole, _ = assembled(provider)
+    moments = {kept: assembled(provider, kept)[0] for kept in MOMENTS}
     checkpointer.abort()
-    return state, whole, {layer: square for each in squares for layer, square in each.items()}
+    return state, whole, moments, {layer: square for each in squares for layer, square in each.items()}
 
 
 def checkpointer_norms(job: Job) -> Mapping[str, float]:
@@ -200,9 +88,7 @@ def checkpointer_norms(job: Job) -> Mapping[str, float]:
     return found
 
 
-def averaged(
-    whole: Mapping[Any, torch.Tensor], sources: Collection[tuple[float, int]], layer: int
-) -> dict[str, torch.Tensor]:
+def averaged(whole: Whole, sources: Collection[tuple[float, int]], layer: int) -> dict[str, torch.Tensor]:
     """The weighted sum of layers, in fp32: ``sources`` are (weight, layer)."""
     found: dict[str, torch.Tensor] = {}
     for name, _ in whole:
@@ -213,22 +99,25 @@ def averaged(
     return found
 
 
-def made_from_both(job: Job, stage: int, whole: Any, squares: Mapping[str, float], exponent: float) -> Any:
+def made_from_both(
+    job: Job, stage: int, whole: Whole, squares: Mapping[str, float], option: LostStage
+) -> dict[str, torch.Tensor]:
     """What the layers of an inner stage are to be."""
     beside = stage - 1, stage + 1
     layers = {each: range(1 + each * job.blocks, 1 + (each + 1) * job.blocks) for each in (*beside, stage)}
-    norms = [sum(squares[str(layer)] for layer in layers[each]) ** 0.5 for each in beside]
-    weights = weigh(norms, exponent)
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers[stage]):
+        counted = [index] if option.by_layer else range(job.blocks)
+        norms = [sum(squares[str(layers[each][at])] for at in counted) ** 0.5 for each in beside]
+        weights = weigh(norms, option.exponent)
         found |= averaged(whole, [(w, layers[each][index]) for w, each in zip(weights, beside, strict=True)], layer)
     return found
 
 
-def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) -> Iterable[str]:
+def check_made(job: Job, lost: Collection[int], option: LostStage) -> Iterable[str]:
     """Stages are lost and made anew: survivors bit for bit, the formula, the loss, and what later starts say."""
     rank = dist.get_rank()
-    state, whole, squares = life(job, option)
+    state, whole, moments, squares = life(job, option)
     job.lose(*lost)
     engine = job.build(99)
     yield from missing(refusal(job, engine), 'on_lost_stage="neighbours"', "versions up to 5 were saved")
@@ -240,25 +129,28 @@ def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) ->
     if (recovery.version, recovery.fidelity, checkpointer.generation) != (LOST_AT, "approximate", 2):
         yield f"recovered {recovery}"
     for stage in lost:
-        yield from missing(" ".join(recovery.notes), f"stage {stage} of {job.stages}", f"of stage {stage + 1} (norm")
+        why = ", each layer by" if option.by_layer else " (norm"
+        yield from missing(" ".join(recovery.notes), f"stage {stage} of {job.stages}", f"of stage {stage + 1}{why}")
     found, _ = assembled(provider)
-    for stage in lost:
-        wanted = made_from_both(job, stage, whole, squares, exponent)
-        yield from differences(f"stage {stage}", wanted, {name: found[name, ""] for name in wanted})
+    yield from ill_made(job, lost, whole, found, squares, option)
+    if option.averages_moments:
+        for kept, before in moments.items():
+            yield from ill_made(job, lost, before, assembled(provider, kept)[0], squares, option)
     own = {**snapshot(provider), "counters": provider.host_state()["counters"]}
     if rank not in lost:
         yield from differences("survivor", state, own)
     else:
         yield from differences("counters", state["counters"], own["counters"])
-        if any(each.get("step", 0) > 1 for each in own["optimizer_state"].values()):
-            yield f"the optimizer's state goes on: {own['optimizer_state']}"
+        wanted, counted = ({int(each["step"]) for each in of["optimizer_state"].values()} for of in (state, own))
+        if counted != wanted if option.averages_moments else max(counted, default=0) > 1:
+            yield f"the optimizer has counted {counted} steps, and had counted {wanted}"
     low = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
     for name, parameter in low.items():
         yield from differences(f"low {name}", found[name, ""].to(parameter.dtype), parameter.detach())
     rates = {}
     for version in range(LOST_AT + 1, LOST_AT + 1 + CRASHED_AFTER):
         before = provider.groups()[0]["lr"]
-        rates[version] = before * LostStage.of(option).rate(scheduled=engine.lr_scheduler is not None).at(len(rates))
+        rates[version] = before * option.rate(scheduled=engine.lr_scheduler is not None).at(len(rates))
         iterate(engine)
         if engine.lr_scheduler is None and provider.groups()[0]["lr"] != before:
             yield f"the learning rate stays at {provider.groups()[0]['lr']}"
@@ -284,6 +176,14 @@ def check_made(job: Job, lost: Collection[int], option: Any, exponent: float) ->
         if rebuilt.fidelity != "approximate" or made_of(archive) != tuple(recovery_notes(recovery)):
             yield f"from outside it is {rebuilt.fidelity} {rebuilt.notes}"
     dist.barrier()
+
+
+def ill_made(
+    job: Job, lost: Iterable[int], before: Whole, found: Whole, squares: Mapping[str, float], option: LostStage
+) -> Iterable[str]:
+    for stage in lost:
+        wanted = made_from_both(job, stage, before, squares, option)
+        yield from differences(f"stage {stage}", wanted, {name: found[name, ""] for name in wanted})
 
 
 def made_of(archive: tiercheck.Archive) -> tuple[str, ...]:
@@ -388,7 +288,7 @@ def check_tied(job: Job, method: str) -> Iterable[str]:
     """The first stage is lost: its embedding is that of the last one, which ties it, with its moments, so that the two
     stay alike. Its blocks are copies, or of an older version."""
     older = method == "older-base"
-    state, whole, _ = life(job, "neighbours")
+    state, whole, *_ = life(job, "neighbours")
     job.lose(0, before=BASE + 1 if older else None)
     engine = job.build(99)
     checkpointer = job.attach(engine, LostStage(method=method, behind_max=1 if older else None))
@@ -439,7 +339,7 @@ def tied_state(held: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_copies(job: Job) -> Iterable[str]:
     """A rank is lost whose data-parallel copy is left: it is found, and nothing is made. Its generators are lost."""
-    state, whole, _ = life(job, "neighbours")
+    state, whole, *_ = life(job, "neighbours")
     job.lose(1)
     engine = job.build(99)
     checkpointer = job.attach(engine, "neighbours")
@@ -463,17 +363,17 @@ def checks(directory: Path) -> dict[str, Callable[[], tuple[Job, Iterable[str]]]
 
         return run
 
-    rate = LostStage(exponent=1.0, learning_rate=1.25, steps=2)
+    ours = LostStage(exponent=1.0, learning_rate=1.25, steps=2, weights="by-layer", moments="averaged")
     return {
-        "zero1-bf16": of("zero1-bf16", check_made, BF16, (1,), rate, 1.0),
-        "zero0-fp32": of("zero0-fp32", check_made, FP32, (2,), "neighbours", 2.0),
+        "zero1-bf16": of("zero1-bf16", check_made, BF16, (1,), ours),
+        "zero0-fp32": of("zero0-fp32", check_made, FP32, (2,), LostStage()),
         "refusals": of("refusals", check_refusals, FP32, odd=(2,)),
         "older-base": of("older-base", check_older_base, BF16),
         "tied": of("tied", check_tied, FP32, "neighbours-and-ends", tied=True, blocks=1),
         "tied-older": of("tied-older", check_tied, FP32, "older-base", tied=True, blocks=1),
         "tied-partitions": of("tied-partitions", check_tied_partitions, BF16, tied=True, blocks=1),
         "copies": of("copies", check_copies, FP32, data=2),
-        "six-stages": of("six-stages", check_made, FP32, (1, 3), LostStage(steps=3), 2.0, blocks=1),
+        "six-stages": of("six-stages", check_made, FP32, (1, 3), LostStage(steps=3, moments="averaged"), blocks=1),
     }
 
 

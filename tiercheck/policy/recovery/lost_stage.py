@@ -17,7 +17,7 @@ from tiercheck.policy.recovery.consensus import Reachable, admitted, meeting
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.types import shown
 
-__all__ = ["METHODS", "LostStage", "lost_ranks", "within_reach"]
+__all__ = ["METHODS", "MOMENTS", "WEIGHTS", "LostStage", "lost_ranks", "within_reach"]
 
 METHODS: Mapping[str, tuple[Method, ...]] = {
     "neighbours": CHECKFREE,
@@ -26,6 +26,8 @@ METHODS: Mapping[str, tuple[Method, ...]] = {
     "older-base-or-neighbours": (Method.ROLL_BACK, *CHECKFREE),
 }
 """By the name that a user writes, what is tried for each lost stage, in order."""
+MOMENTS = ("new", "averaged")
+WEIGHTS = ("by-stage", "by-layer")
 RATE = 1.1
 """The paper's factor for the learning rate."""
 BEHIND = 20
@@ -36,7 +38,8 @@ class LostStage:
     """How a pipeline stage is made of which no copy is left. The same on every rank. Errors: ``ConfigurationError``.
 
     The methods are those of "All is Not Lost: LLM Recovery without Checkpoints" (CheckFree and CheckFree+, arXiv
-    2506.15461), and one of our own.
+    2506.15461), and one of our own. ``weights`` and ``moments`` are ours too, and are of stages that are averaged or
+    copied.
     """
 
     method: str = "neighbours"
@@ -47,6 +50,13 @@ class LostStage:
     exponent: float = EXPONENT
     """A neighbour weighs as the norm of its last gradient to this power. 0: both weigh alike. They do so, too, if the
     version does not hold the norms, since it was saved without this option."""
+    weights: str = "by-stage"
+    """Which norms weigh a neighbour. ``by-stage``: that of all its layers together. ``by-layer``: for each layer of the
+    lost stage, those of the two layers that it is made of."""
+    moments: str = "new"
+    """``new``: the optimizer's state begins anew. ``averaged``: its moments are made as the weights are, each corrected
+    for its bias. It must be an optimizer whose moments are known: torch's Adam or AdamW without amsgrad, DeepSpeed's
+    ``FusedAdam``."""
     learning_rate: float | None = None
     """By what the learning rate is multiplied for the next ``steps`` steps. By default 1.1, as in the paper, and 1 if a
     schedule is attached."""
@@ -59,6 +69,9 @@ class LostStage:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigurationError(f"method must be one of {', '.join(METHODS)}, not {shown(self.method)}")
+        for name, known in (("weights", WEIGHTS), ("moments", MOMENTS)):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"{name} must be {' or '.join(known)}, not {shown(getattr(self, name))}")
         if type(self.exponent) not in (int, float):
             raise ConfigurationError(f"exponent must be a number, not {shown(self.exponent)}")
         weigh((), self.exponent)
@@ -86,6 +99,14 @@ class LostStage:
     @property
     def methods(self) -> tuple[Method, ...]:
         return METHODS[self.method]
+
+    @property
+    def by_layer(self) -> bool:
+        return self.weights == "by-layer"
+
+    @property
+    def averages_moments(self) -> bool:
+        return self.moments == "averaged"
 
     @property
     def threshold(self) -> int | None:

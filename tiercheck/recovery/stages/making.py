@@ -6,8 +6,9 @@ comes when the other ranks are at the version at which they meet: their masters 
 of bounded length (:mod:`tiercheck.recovery.stages.transfers`).
 
 What is not made of the neighbours: the optimizer's state of a stage that was averaged or copied begins anew, as the
-script made it. So does what no optimizer updates (frozen parameters, buffers). The host state (counters, schedule, loss
-scale, random generators, ``stateful=``) is that of the nearest surviving stage's rank in the same column.
+script made it, unless averaged moments are asked for (:mod:`tiercheck.recovery.stages.optimizers`). So does what no
+optimizer updates (frozen parameters, buffers). The host state (counters, schedule, loss scale, random generators,
+``stateful=``) is that of the nearest surviving stage's rank in the same column.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError, RecoveryError
 from tiercheck.format.index.assemble import Holdings
-from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import plain_index, read_index
-from tiercheck.policy.neighbours import Layer, Method, Substitute, check_layers, substitutes
+from tiercheck.policy.neighbours import Layer, Method, Share, Substitute, check_layers, substitutes
 from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.spans import spans_of, spans_text
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import named
+from tiercheck.recovery.stages.optimizers import averaged_moments, tied_state
 from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange, tied
-from tiercheck.streams.stage import StagePlace, StageState, state_name
+from tiercheck.streams.stage import StagePlace, StageState
 
 __all__ = ["RAISED_RATE", "Made", "StageMaking", "stage_state"]
 
@@ -66,6 +67,10 @@ class StageMaking:
         self._newest_of = newest_of
         self._places: list[StagePlace] = []
         self._planned: tuple[Substitute, ...] = ()
+        self._exponent = 0.0
+        """Of the norms, from the moment on at which they are known; all weigh alike before."""
+        self._layer_norms: dict[int, list[float | None]] = {}
+        """By stage, of each of its layers that go into a lost stage."""
         self._indexes: Mapping[int, LogicalIndex] = {}
         """By rank, what it holds, of those that are made, and those that something may be taken of."""
 
@@ -87,7 +92,7 @@ class StageMaking:
     async def plan(self) -> None:
         """Decide of what each lost stage is made. Collective. Errors: ``RecoveryError`` naming what cannot be made, and
         why."""
-        self._planned = self._substitutes({}, exponent=0.0)
+        self._planned = self._substitutes({})
         self._indexes = await self._told_indexes()
         tied(self._contributions(), self._indexes)
 
@@ -99,7 +104,7 @@ class StageMaking:
     def _substitute(self, rank: int) -> Substitute:
         return next(each for each in self._planned if each.stage == self._places[rank].stage)
 
-    def _substitutes(self, norms: Mapping[int, float | None], exponent: float) -> tuple[Substitute, ...]:
+    def _substitutes(self, norms: Mapping[int, float | None]) -> tuple[Substitute, ...]:
         lost = sorted({self._places[rank].stage for rank in self.lost})
         bases = {stage: self._newest_of(self._lost_of(stage)) for stage in lost}
         found = substitutes(
@@ -107,7 +112,7 @@ class StageMaking:
             lost,
             norms,
             methods=self._option.methods,
-            exponent=exponent,
+            exponent=self._exponent,
             bases={stage: [version] for stage, version in bases.items() if version is not None},
         )
         for each in found:
@@ -143,45 +148,25 @@ class StageMaking:
     async def make(self, version: int, host_state: Mapping[str, Any] | None) -> Made:
         """Make what is lost. ``host_state``: of the version, of a rank that is not lost. Collective. Errors:
         ``RecoveryError``; those of the group."""
-        norms, exponent = await self._norms(host_state)
-        self._planned = self._substitutes(norms, exponent)
+        self._planned = self._substitutes(await self._norms(host_state))
         planned = self._contributions()
+        of_optimizers = await tied_state(planned, self._indexes, self._state, self._ranks)
+        if self._option.averages_moments:
+            of_optimizers += await averaged_moments(planned, self._state, self._ranks)
         self._state.clear({each.into for each in planned if each.target == self._ranks.rank})
-        await exchange([*planned, *await self._optimizers(planned)], self._state, self._ranks)
+        await exchange([*planned, *of_optimizers], self._state, self._ranks)
         await self._ranks.gather("taking over what was brought", self._state.finish)
         taken = await self._host_states(host_state)
         rate = self._option.rate(scheduled=any(place.scheduled for place in self._places))
-        said = tuple(self._said(each, version, exponent) for each in self._planned)
+        said = tuple(self._said(each, version) for each in self._planned)
         if rate.factor != 1 and rate.steps:
             taken = {**taken, RAISED_RATE: {"factor": rate.factor, "until": version + rate.steps}}
             said += (f"the learning rate is raised by a factor of {rate.factor:g} for {rate.steps} steps",)
         return Made(taken, bounded(said))
 
-    async def _optimizers(self, planned: Sequence[Contribution]) -> list[Contribution]:
-        """The optimizer's state of what other ranks train too. Collective."""
-        whole, rank = tied(planned, self._indexes), self._ranks.rank
-        if not whole:
-            return []
-
-        def tell() -> dict[str, Any]:
-            return {each.stored: self._state.optimizer(each.stored) for each in whole if each.source == rank}
-
-        told = await self._ranks.gather("the optimizer's state of tied layers", tell)
-        found: list[Contribution] = []
-        for each in whole:
-            state: Mapping[str, Any] = told[each.source][each.stored]
-            if each.target == rank:
-                self._state.expect_optimizer(each.into, state)
-            for key, shape in state.items():
-                if isinstance(shape, list):
-                    copy = Copy((math.prod(shape),), 0, (1,), 0, (1,))
-                    names = state_name(each.stored, key), state_name(each.into, key)
-                    found.append(Contribution(each.source, each.target, 1.0, *names, copy))
-        return found
-
-    async def _norms(self, host_state: Mapping[str, Any] | None) -> tuple[dict[int, float | None], float]:
-        """By stage, the norm of its last gradient, of the layers that go into a lost stage; and the exponent. If one is
-        not known, all weigh alike."""
+    async def _norms(self, host_state: Mapping[str, Any] | None) -> dict[int, float | None]:
+        """By stage, the norm of its last gradient, of the layers that go into a lost stage. If one is not known, all
+        weigh alike."""
 
         def tell() -> list[float | None] | None:
             return None if host_state is None else list(self._state.norms(host_state))
@@ -190,10 +175,12 @@ class StageMaking:
         norms: dict[int, float | None] = {}
         for each in self._planned:
             for stage in _shared(each):
-                counted = {layer.name for layer in self._layers(each, stage)}
-                norms[stage] = self._norm(stage, counted, told)
+                layers = [layer.name for layer in self._layers(each, stage)]
+                norms[stage] = self._norm(stage, layers, told)
+                self._layer_norms[stage] = [self._norm(stage, [layer], told) for layer in layers]
         known = all(each is not None for each in norms.values())
-        return norms, self._option.exponent if known else 0.0
+        self._exponent = self._option.exponent if known else 0.0
+        return norms
 
     def _norm(self, stage: int, counted: Collection[str], told: Sequence[list[float | None] | None]) -> float | None:
         squares: list[float | None] = []
@@ -212,9 +199,13 @@ class StageMaking:
         concerned = {stage for each in made for stage in (each.stage, *_shared(each))}
         own = self._places[self._ranks.rank]
         tells = own.stage in concerned or own.shares
-        told = await self._ranks.gather(
-            "what the stages hold", lambda: plain_index(self._state.index()) if tells else None
-        )
+
+        def tell() -> Any:
+            if self._option.averages_moments and own.stage in concerned:
+                self._state.moments()  # which refuses what it does not know
+            return plain_index(self._state.index()) if tells else None
+
+        told = await self._ranks.gather("what the stages hold", tell)
         return {rank: read_index(each) for rank, each in enumerate(told) if each is not None}
 
     def _contributions(self) -> list[Contribution]:
@@ -231,20 +222,30 @@ class StageMaking:
         for each in self._planned:
             ingredients = None
             if each.method is not Method.ROLL_BACK:
-                ingredients = [
-                    Ingredient(share.weight, self._names(each, share.stage), held[share.stage])
-                    for share in each.shares
-                    if share.weight
-                ]
+                ingredients = [Ingredient(self._parts(each, stage), held[stage]) for stage in _shared(each)]
             for rank in self._lost_of(each.stage):
                 if rank in indexes:
                     planned += contributions(rank, indexes[rank], left, ingredients)
         return planned
 
-    def _names(self, substitute: Substitute, stage: int) -> dict[str, str]:
-        """By the name of a tensor of the lost stage, the one that takes its place in another stage."""
-        pairs = zip(self._layers(substitute, substitute.stage), self._layers(substitute, stage), strict=True)
-        return {f"{own.name}.{each}": f"{other.name}.{each}" for own, other in pairs for each, _ in own.shapes}
+    def _parts(self, substitute: Substitute, stage: int) -> dict[str, tuple[str, float]]:
+        """By the name of a tensor of the lost stage, the one that takes its place in another stage, and its weight."""
+        layers = [self._layers(substitute, each) for each in (substitute.stage, stage)]
+        at = _shared(substitute).index(stage)
+        return {
+            f"{own.name}.{each}": (f"{other.name}.{each}", shares[at].weight)
+            for own, other, shares in zip(*layers, self._layer_shares(substitute), strict=True)
+            for each, _ in own.shapes
+        }
+
+    def _weighs_layers(self, each: Substitute) -> bool:
+        return self._option.by_layer and self._exponent != 0 and len(each.shares) > 1
+
+    def _layer_shares(self, each: Substitute) -> Sequence[tuple[Share, ...]]:
+        """The shares of each of its layers."""
+        if self._weighs_layers(each):
+            return each.by_layer(self._layer_norms, self._exponent)
+        return [each.shares] * len(self._layers(each, each.stage))
 
     def _nearest(self, rank: int) -> int:
         """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two."""
@@ -263,23 +264,35 @@ class StageMaking:
         taken: Mapping[str, Any] = told[self._nearest(self._ranks.rank)]
         return taken
 
-    def _said(self, each: Substitute, version: int, exponent: float) -> str:
+    def _said(self, each: Substitute, version: int) -> str:
         lost = self._lost_of(each.stage)
         stage = f"stage {each.stage} of {self._stages} ({ranks_text(lost)})"
         began = f"{stage} was lost with every copy, and at version {version}"
         host = f"the host state is that of {ranks_text(map(self._nearest, lost))}"
         if each.method is Method.ROLL_BACK:
             return f"{began} it is that of version {each.base}, its optimizer's state too; {host}"
-        parts = " and ".join(
-            f"{share.weight:.6g} of stage {share.stage}" + ("" if share.norm is None else f" (norm {share.norm:.6g})")
-            for share in each.shares
-        )
-        why = f", norms to the power of {exponent:g}" if exponent else ""
-        if not exponent and self._option.exponent and len(each.shares) > 1:
-            why = ", alike, since the version does not hold the gradients' norms"
+        moments = "moments are made in the same way" if self._option.averages_moments else "state begins anew"
         kept = sorted({name for rank in lost for name in self._places[rank].kept})
         more = f"; what no optimizer updates is as the script made it ({named(kept)})" if kept else ""
-        return f"{began} it is made of {parts}{why}; its optimizer's state begins anew, and {host}{more}"
+        return f"{began} it is made of {self._said_parts(each)}; its optimizer's {moments}, and {host}{more}"
+
+    def _said_parts(self, each: Substitute) -> str:
+        if self._weighs_layers(each):
+            columns = list(zip(*self._layer_shares(each), strict=True))
+            weights = [[share.weight for share in column] for column in columns]
+            parts = [
+                f"{min(some):.6g} to {max(some):.6g} of stage {s}"
+                for some, s in zip(weights, _shared(each), strict=True)
+            ]
+            return f"{' and '.join(parts)}, each layer by its own norms to the power of {self._exponent:g}"
+        parts = [
+            f"{share.weight:.6g} of stage {share.stage}" + ("" if share.norm is None else f" (norm {share.norm:.6g})")
+            for share in each.shares
+        ]
+        why = f", norms to the power of {self._exponent:g}" if self._exponent else ""
+        if not self._exponent and self._option.exponent and len(each.shares) > 1:
+            why = ", alike, since the version does not hold the gradients' norms"
+        return f"{' and '.join(parts)}{why}"
 
 
 def bounded(said: Sequence[str]) -> tuple[str, ...]:

@@ -33,9 +33,8 @@ ELEMENT_NBYTES = 4
 class Ingredient:
     """A stage of which a lost one is made."""
 
-    weight: float
-    names: Mapping[str, str]
-    """By the name of the lost stage's tensor, the one that takes its place there."""
+    parts: Mapping[str, tuple[str, float]]
+    """By the name of the lost stage's tensor, the one that takes its place there, and its weight."""
     held: Holdings
     """What the ranks of that stage have."""
 
@@ -76,13 +75,14 @@ def contributions(
             continue
         plans = []
         for ingredient in ingredients:
-            if (name := ingredient.names.get(piece.tensor)) is None:
+            if (part := ingredient.parts.get(piece.tensor)) is None:
                 lacking.append(piece.tensor)
                 break
-            tensor = replace_name(one, piece, name)
-            plan = assemble(tensor, ingredient.held, rank=rank)
+            name, weight = part
+            plan = assemble(replace_name(one, piece, name), ingredient.held, rank=rank)
             lacking += [each.piece.tensor for each in plan.missing]
-            plans.append((ingredient.weight, plan))
+            if weight:
+                plans.append((weight, plan))
         if not ingredients:
             lacking.append(piece.tensor)
         found += [

@@ -100,6 +100,10 @@ class Adam(ReplayableOptimizer[AdamStep]):
     def needs(self, step: AdamStep) -> tuple[str, ...]:
         return self.state if step.amsgrad else self.state[:2]
 
+    def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
+        """Of its gradients and of their squares; with amsgrad it keeps a maximum besides."""
+        return {} if options.get("amsgrad") else dict(zip(self.state[:2], options["betas"], strict=True))
+
     def variants(self) -> Iterator[dict[str, Any]]:
         """Both ways to lerp, decay, and the variants."""
         for beta1, weight_decay in ((0.9, 0.1), (0.4, 0.01), (0.95, 0.0)):

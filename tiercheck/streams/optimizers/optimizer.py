@@ -93,6 +93,12 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
         """Which of :attr:`state` the step reads and writes, in that order."""
         return self.state
 
+    def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
+        """Which of :attr:`state` are moments, and their betas, with a parameter group's ``options``. A moment starts at
+        zero. Each step multiplies it by beta, and adds ``1 - beta`` times a number that does not depend on it. Empty:
+        that is not known, or the optimizer keeps other arrays besides."""
+        return {}
+
     def arguments(self, implementation: str) -> dict[str, Any]:
         """Keyword arguments that make the optimizer's class run this implementation."""
         return {}

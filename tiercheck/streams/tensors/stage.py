@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from tiercheck import kernels
-from tiercheck.errors import UnsupportedSetup
+from tiercheck.errors import RecoveryError, UnsupportedSetup
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import MASTER, LogicalIndex, Padding, Shape
-from tiercheck.streams.stage import STATE, StagePlace
+from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.stage import STATE, Moments, StagePlace
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
 from tiercheck.streams.tensors.storable import to_plain
@@ -24,6 +25,8 @@ __all__ = ["GradientNorms", "PipelineStage", "TensorStage"]
 NORMS = "gradient_norms"
 """In a version's host state: by layer, the sum of the squares of what the rank held of the step's gradient."""
 NOT_KNOWN = math.nan
+STATE_LIKE = {"deepspeed.ops.adam.fused_adam.FusedAdam": "torch.optim.adamw.AdamW"}
+"""Optimizers that no kernel replays, and those that are declared and keep the same state, under the same names."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,32 @@ class TensorStage:
     def optimizer(self, stored: str) -> Mapping[str, Any]:
         held = self._provider.optimizer_state().get(stored.removeprefix(MASTER), {})
         if odd := [key for key, each in held.items() if is_tensor(each) and each.dtype is not torch.float32]:
-            raise UnsupportedSetup(f"the optimizer's {odd[0]} of the tied {stored} is {held[odd[0]].dtype}, not fp32")
+            raise UnsupportedSetup(f"the optimizer's {odd[0]} of {stored} is {held[odd[0]].dtype}, not fp32")
         return {key: list(each.shape) if is_tensor(each) else to_plain(each, key) for key, each in held.items()}
 
-    def expect_optimizer(self, stored: str, told: Mapping[str, Any]) -> None:
-        self._expected[stored.removeprefix(MASTER)] = {
-            key: torch.zeros(each) if isinstance(each, list) else each for key, each in told.items()
+    def moments(self) -> Mapping[str, Moments]:
+        provider = self._provider
+        kind = provider.identity().optimizer.kind
+        declared = find_optimizer(STATE_LIKE.get(kind, kind))
+        options, group_of, states = provider.hyperparameters(), provider.group_of(), provider.optimizer_state()
+        found: dict[str, Moments] = {}
+        for name in provider.masters():
+            betas = declared.moments(options[group_of[name]]) if declared else {}
+            if declared is None or declared.counter is None or not betas:
+                raise RecoveryError(
+                    f"LostStage(moments='averaged') needs an optimizer whose moments are known (Adam or AdamW, without "
+                    f"amsgrad), and this one is {kind}: leave it out, and the optimizer's state begins anew"
+                )
+            steps = int(states.get(name, {}).get(declared.counter, 0))
+            found[MASTER + name] = Moments(steps, betas, self.optimizer(MASTER + name))
+        return found
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any], like_master: Collection[str] = ()) -> None:
+        name = stored.removeprefix(MASTER)
+        shape = self._provider.masters()[name].shape
+        self._expected[name] = {
+            key: torch.zeros(shape if key in like_master else each) if isinstance(each, list) else each
+            for key, each in told.items()
         }
 
     def finish(self) -> None:

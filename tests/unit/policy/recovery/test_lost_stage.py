@@ -70,6 +70,8 @@ def test_what_a_user_may_pass(given: Any, methods: tuple[Method, ...], threshold
         ("neighbors", "method must be one of neighbours, "),
         ({"power": 2}, "no field 'power'"),
         ({"exponent": -1.0}, "exponent"),
+        ({"weights": "by-tensor"}, "weights must be by-stage or by-layer, not 'by-tensor'"),
+        ({"moments": True}, "moments must be new or averaged, not True"),
         ({"exponent": True}, "exponent"),
         ({"steps": -1}, "steps must be a whole number from 0, not -1"),
         ({"behind_max": 1.5}, "behind_max must be a whole number from 0, not 1.5"),
@@ -81,6 +83,14 @@ def test_what_a_user_may_pass(given: Any, methods: tuple[Method, ...], threshold
 def test_what_is_refused(given: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         LostStage.of(given)
+
+
+def test_what_is_ours_is_off_unless_asked_for() -> None:
+    assert not LostStage().by_layer
+    assert not LostStage().averages_moments
+    asked = LostStage.of({"weights": "by-layer", "moments": "averaged"})
+    assert asked.by_layer
+    assert asked.averages_moments
 
 
 def test_the_rate_is_raised_where_no_schedule_is_attached() -> None:

@@ -29,27 +29,33 @@ from tiercheck.recovery.stages.making import (
 from tiercheck.replication.objects.records import seal
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
-from tiercheck.streams.stage import StagePlace
+from tiercheck.streams.stage import Moments, StagePlace, state_name
 
 EMBEDDING, HEAD = ("embed", (9, 2)), ("head", (2, 9))
 WIDTH = 4
+BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.99}
 
 
 @dataclass
 class Stage(Held):
-    """Of a rank: a layer, or two; an end has an embedding or a head besides. All elements are the rank's number + 1."""
+    """Of a rank: its layers; an end has an embedding or a head besides. All elements are the rank's number + 1."""
 
     rank: int
     stages: int = 4
     copies: int = 1
     width: int = WIDTH
+    depth: int = 1
+    """How many layers a stage has, named by the stage's number + 1, then with a letter behind."""
+    counted: int | None = None
+    """The steps that the optimizer has counted, if its moments are known. A mean of gradients that were all the rank's
+    number + 1, and one of their squares."""
     scheduled: bool = False
     kept: tuple[str, ...] = ()
     arrays: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stage = self.rank // self.copies
-        layers = [(f"{self.stage + 1}", (("w", (self.width,)),))]
+        layers = [(f"{self.stage + 1}{' bcd'[at].strip()}", (("w", (self.width,)),)) for at in range(self.depth)]
         if self.stage == 0:
             layers.insert(0, ("0", (EMBEDDING,)))
         if self.stage == self.stages - 1:
@@ -79,6 +85,29 @@ class Stage(Held):
     def clear(self, stored: Collection[str]) -> None:
         for name in stored:
             self.arrays[name][:] = 0
+
+    def moments(self) -> Mapping[str, Moments]:
+        if self.counted is None:
+            raise RecoveryError("this one is torch.optim.sgd.SGD")
+        for master in [name for name in self.arrays if name.startswith(MASTER)]:
+            like = self.arrays[master]
+            for key, beta in BETAS.items() if self.counted else ():
+                seen = (self.rank + 1) ** (2 if key == "exp_avg_sq" else 1)
+                self.arrays[state_name(master, key)] = np.full_like(like, (1 - beta**self.counted) * seen)
+            self.arrays[state_name(master, "step")] = np.full(1, self.counted, np.float32)
+        state: dict[str, Any] = {"exp_avg": [self.width], "exp_avg_sq": [self.width], "step": [], "kind": "x"}
+        return {
+            name: Moments(self.counted, BETAS, state if self.counted else {})
+            for name in self.arrays
+            if name.startswith(MASTER)
+        }
+
+    def expect_optimizer(self, stored: str, told: Mapping[str, Any], like_master: Collection[str] = ()) -> None:
+        assert told["kind"] == "x"
+        assert set(like_master) == set(BETAS)
+        for key in like_master:
+            self.arrays[state_name(stored, key)] = np.zeros(self.width, np.float32)
+        self.arrays[state_name(stored, "step")] = np.zeros(1, np.float32)
 
     def finish(self) -> None:
         pass
@@ -158,6 +187,63 @@ def test_norms_that_are_not_known_weigh_alike(norms: list[float | None]) -> None
     assert ("alike, since the version does not hold the gradients' norms" in found[0].said[0]) is not known
 
 
+def test_each_layer_is_weighed_by_its_own_norms() -> None:
+    stages = pipeline(depth=2)
+    # Squares of norms, by layer: an end has another one. Layer for layer 1 and 9, then 4 and 1.
+    found = made(stages, [1], LostStage(weights="by-layer"), norms=[[5.0, 1.0, 4.0], [9.0], [9.0, 1.0], [9.0] * 3])
+    assert stages[1].arrays[f"{MASTER}2.w"].tolist() == pytest.approx([0.1 * 1 + 0.9 * 3] * WIDTH)
+    assert stages[1].arrays[f"{MASTER}2b.w"].tolist() == pytest.approx([0.8 * 1 + 0.2 * 3] * WIDTH)
+    words = (
+        "made of 0.1 to 0.8 of stage 0 and 0.2 to 0.9 of stage 2, each layer by its own norms to the power of 2; its "
+        "optimizer's state begins anew"
+    )
+    assert words in found[0].said[0]
+
+
+@pytest.mark.parametrize(("exponent", "words"), [(2.0, "of stage 2, alike, since"), (0.0, "of stage 2; its")])
+def test_layers_weigh_alike_if_their_norms_are_not_known_or_not_looked_at(exponent: float, words: str) -> None:
+    stages = pipeline(depth=2)
+    option = LostStage(weights="by-layer", exponent=exponent)
+    found = made(stages, [1], option, norms=[[5.0, 1.0, 4.0], [9.0], [9.0, None], [9.0] * 3])
+    for layer in ("2", "2b"):
+        assert stages[1].arrays[f"{MASTER}{layer}.w"].tolist() == [2.0] * WIDTH
+    assert words in found[0].said[0]
+
+
+def test_moments_are_averaged_each_corrected_for_its_bias() -> None:
+    stages = pipeline(counted=10)
+    stages[2].counted = 3
+    found = made(stages, [1], LostStage(moments="averaged"), norms=[[5.0, 1.0], [9.0], [9.0], [9.0, 9.0]])
+    arrays = stages[1].arrays
+    # Of 10 steps whose gradients are 1 a tenth, of 3 whose gradients are 3 nine tenths: as of 10 steps.
+    assert arrays["state/step/master/2.w"].tolist() == [10]
+    mean, of_squares = arrays["state/exp_avg/master/2.w"], arrays["state/exp_avg_sq/master/2.w"]
+    assert mean.tolist() == pytest.approx([0.6513215599 * (0.1 * 1 + 0.9 * 3)] * WIDTH)
+    assert of_squares.tolist() == pytest.approx([0.0956179250 * (0.1 * 1 + 0.9 * 9)] * WIDTH)
+    assert arrays[f"{MASTER}2.w"].tolist() == pytest.approx([0.1 * 1 + 0.9 * 3] * WIDTH)
+    assert "norms to the power of 2; its optimizer's moments are made in the same way, and" in found[0].said[0]
+
+
+def test_a_copied_end_has_its_neighbours_moments() -> None:
+    stages = pipeline(counted=3)
+    stages[0].layers = stages[0].layers[1:]  # without an embedding
+    made(stages, [0], LostStage(method="neighbours-and-ends", moments="averaged"))
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        own, others = (stages[rank].arrays[f"state/{key}/master/{rank + 1}.w"] for rank in (0, 1))
+        assert own.tolist() == others.tolist()
+
+
+def test_where_no_step_was_taken_there_are_no_moments() -> None:
+    stages = pipeline(counted=0)
+    stages[2].counted = 4
+    made(stages, [1], LostStage(moments="averaged"))
+    assert stages[1].arrays["state/step/master/2.w"].tolist() == [4]
+    assert stages[1].arrays["state/exp_avg/master/2.w"].tolist() == pytest.approx([0.5 * 3 * (1 - 0.9**4)] * WIDTH)
+    stages = pipeline(counted=0)
+    made(stages, [1], LostStage(moments="averaged"))
+    assert not any("exp_avg" in name for name in stages[1].arrays)
+
+
 def test_data_parallel_copies_of_a_stage_count_once() -> None:
     stages = pipeline(copies=2)
     made(stages, [2, 3], norms=[[0.0, 4.0]] * 2 + [[None]] * 2 + [[12.0]] * 2 + [[1.0, 1.0]] * 2)
@@ -173,8 +259,9 @@ def test_data_parallel_copies_of_a_stage_count_once() -> None:
         ([1, 2], LostStage(), "its neighbour 2 is lost too"),
         ([3], LostStage(method="neighbours-and-ends"), r"rank 3 cannot be made .* no surviving rank has 9\.head"),
         ([1], LostStage(method="older-base"), "no older base of it is at hand"),
+        ([1], LostStage(moments="averaged"), "this one is torch.optim.sgd.SGD"),
     ],
-    ids=["an end", "two in a row", "a head without a copy", "no base"],
+    ids=["an end", "two in a row", "a head without a copy", "no base", "moments of no known kind"],
 )
 def test_what_cannot_be_made_is_refused_before_anything_is_changed(
     lost: list[int], option: LostStage, words: str

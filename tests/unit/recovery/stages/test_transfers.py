@@ -62,7 +62,7 @@ def exchanged(planned: Sequence[Contribution], ranks: Sequence[Held]) -> None:
 
 
 def ingredient(weight: float, layer: int, held: dict[int, LogicalIndex]) -> Ingredient:
-    return Ingredient(weight, {"2.w": f"{layer}.w"}, Holdings(held))
+    return Ingredient({"2.w": (f"{layer}.w", weight)}, Holdings(held))
 
 
 @pytest.mark.parametrize("nbytes", [8, 20, 1 << 20])
@@ -81,6 +81,11 @@ def test_a_weighted_sum_of_partitions_that_are_cut_otherwise(monkeypatch: pytest
     assert np.array_equal(made[:12], np.float32(0.25) * before + np.float32(0.75) * after)
     assert not made[12:].any()
     assert np.array_equal(ranks[2].arrays["master/part"], after), "what is given stays"
+
+
+def test_what_weighs_nothing_is_not_brought() -> None:
+    held = flat(1, 0, 12)
+    assert not contributions(1, flat(2, 0, 12), Holdings({0: held}), [ingredient(0.0, 1, {0: held})])
 
 
 def test_a_slice_of_a_matrix_is_made_of_slices() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.streams.tensors.test_provider import Least
-from tiercheck.errors import UnsupportedSetup
+from tiercheck.errors import RecoveryError, UnsupportedSetup
 from tiercheck.format.index.boxes import Copy
-from tiercheck.streams.stage import state_name
+from tiercheck.streams.stage import Moments, state_name
+from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stage import GradientNorms, PipelineStage, TensorStage, runs_of
 
 STAGE = PipelineStage(1, 4, 0, 1, {"3": {"w": (2, 3)}, "4": {"w": (2, 3)}}, shares=False, scheduled=False)
@@ -83,8 +85,57 @@ def test_the_optimizers_state_of_a_master_comes_from_another_rank() -> None:
 def test_an_optimizers_tensor_that_is_not_fp32_is_refused_by_name() -> None:
     provider = Stepped()
     provider.state["a"]["exp_avg"] = torch.zeros(2, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedSetup, match=r"the optimizer's exp_avg of the tied master/a is torch\.bfloat16"):
+    with pytest.raises(UnsupportedSetup, match=r"the optimizer's exp_avg of master/a is torch\.bfloat16"):
         stage_of(provider).optimizer("master/a")
+
+
+class Adamlike(Stepped):
+    """Of an optimizer by its name. Only ``a`` was stepped."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.kind, self.options = kind, options
+        moments = {key: torch.full((2,), value) for key, value in (("exp_avg", 3.0), ("exp_avg_sq", 9.0))}
+        self.state = {"a": {"step": torch.tensor(7.0), **moments}}
+
+    def identity(self) -> Identity:
+        found = super().identity()
+        return replace(found, optimizer=replace(found.optimizer, kind=self.kind))
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [{"lr": 0.1, **self.options}]
+
+
+ADAM = "torch.optim.adam.Adam"
+KINDS = [ADAM, "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_and_their_betas_of_optimizers_that_are_known(kind: str) -> None:
+    provider = Adamlike(kind, betas=(0.8, 0.95))
+    betas = {"exp_avg": 0.8, "exp_avg_sq": 0.95}
+    told = {"step": [], "exp_avg": [2], "exp_avg_sq": [2]}
+    assert stage_of(provider).moments() == {"master/a": Moments(7, betas, told), "master/b": Moments(0, betas, {})}
+    provider.state["a"]["step"] = 8  # as DeepSpeed's counts
+    assert stage_of(provider).moments()["master/a"] == Moments(8, betas, {**told, "step": 8})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("torch.optim.sgd.SGD", {"momentum": 0.9}), ("mine.Lion", {"betas": (0.9, 0.99)}), (ADAM, {"amsgrad": True})],
+)
+def test_of_any_other_optimizer_they_are_refused_by_its_name(kind: str, options: dict[str, Any]) -> None:
+    with pytest.raises(RecoveryError, match=rf"whose moments are known .* this one is {kind}: leave it out"):
+        stage_of(Adamlike(kind, **{"betas": (0.9, 0.99), **options})).moments()
+
+
+def test_a_moment_has_the_shape_of_its_own_master() -> None:
+    provider = Adamlike(ADAM)
+    stage = stage_of(provider)
+    stage.expect_optimizer("master/b", {"exp_avg": [2], "step": []}, like_master=["exp_avg"])
+    stage.finish()
+    assert provider.state["b"]["exp_avg"].shape == provider.kept["b"].shape
+    assert provider.state["b"]["step"].shape == ()
 
 
 def test_a_master_whose_elements_are_in_another_order_is_refused() -> None:
