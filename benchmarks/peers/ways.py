@@ -7,6 +7,7 @@ the one that is TierCheck.
 from __future__ import annotations
 
 import abc
+import copy
 import importlib
 import shutil
 import time
@@ -243,7 +244,9 @@ class DlRover(Way):
 
     def load(self) -> None:
         state = self._checkpointer.load_checkpoint()
-        self.job.load(state)
+        # It lies in the memory that is saved, where an optimizer on the host would step on it: a second restart finds
+        # that, and not what was saved.
+        self.job.load({**state, "optimizer": copy.deepcopy(state["optimizer"])})
 
 
 def hold_dlrover() -> None:
