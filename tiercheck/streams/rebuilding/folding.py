@@ -35,7 +35,7 @@ from tiercheck.streams.records.constants import CarriedOn
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay.fidelity import Tally, reached
-from tiercheck.streams.replay.kernel_selection import InPlace, is_certified, kernel_for
+from tiercheck.streams.replay.kernel_selection import InPlace, is_certified, kernel_for, stepped_tensors
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import GradientsOnDemand, Step, decode_run
 from tiercheck.streams.state import InDoubt, NotExact
@@ -47,8 +47,13 @@ __all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
+Copying = Callable[[str], object]
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch's allocator says, in a ``RuntimeError``, if the host has too little memory."""
+
+LARGE_NBYTES, LARGE_AT_ONCE = 64 << 20, 3
+"""Of tensors from this size on so few steps are replayed at once. Under ZeRO one may hold all that a rank trains: then
+decoded gradients take as much as a base at most."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +109,21 @@ def fold(
 
 
 class ReplayedBase(BaseCapture):
-    """A base whose copy is replayed where it lies. ``replay`` is given the copies, by their names in the base."""
+    """A base whose tensors are copied, and then replayed where they lie.
 
-    def __init__(self, *arguments: Any, replay: Callable[[Mapping[str, torch.Tensor]], None], **options: Any) -> None:
+    ``replay`` is given the places, and what copies a tensor to its own, both by the names in the base.
+    """
+
+    def __init__(
+        self, *arguments: Any, replay: Callable[[Mapping[str, torch.Tensor], Copying], None], **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._replay = replay
 
     def copy(self, memory: memoryview) -> None:
+        places = self._places_in(memory)
         with _or_not_exact():
-            self._replay(self._copied_to(memory))
+            self._replay(places, lambda name: places[name].copy_(self._source(name)))
 
 
 def _folded(
@@ -185,7 +196,7 @@ class _Chain:
 
     @property
     def steps(self) -> list[Step]:
-        """Of which each gradient is decoded when a kernel comes to it: one at a time is in memory."""
+        """Of which each gradient is decoded when a kernel comes to it."""
         return [
             Step(each.version, each.hyperparameters, GradientsOnDemand(each))
             for each in self.records
@@ -200,17 +211,32 @@ class _Chain:
             run = decode_run(self.records[at : at + STEPS_AT_ONCE], threads=self.threads)
             replayer.apply(replace(run, buffers={}))  # the state has the newest ones
 
-    def replay(self, kernel: InPlace, copies: Mapping[str, torch.Tensor]) -> None:
-        """Replay all steps on the copies of the base's tensors, by their names in the base."""
-        masters = {name: copies[f"master/{name}"] for name in self.began.masters}
-        held = {
-            name: {key: copies.get(f"state/{name}/{key}", value) for key, value in held.items()}
+    def replay(self, kernel: InPlace, places: Mapping[str, torch.Tensor], copy: Copying) -> None:
+        """Copy each master and its state to its places, and replay all steps on them there: it is in the processor's
+        caches then. ``places``, ``copy``: by the names in the base."""
+        names = {
+            name: {key: f"state/{name}/{key}" for key, each in held.items() if isinstance(each, torch.Tensor)}
             for name, held in self.began.optimizer_state.items()
         }
-        state, steps = self.state(masters, held, {}), self.steps
-        for at in range(0, len(steps), STEPS_AT_ONCE):
-            self.check()
-            kernel(state, steps[at : at + STEPS_AT_ONCE], threads=self.threads)
+        masters = {name: places[f"master/{name}"] for name in self.began.masters}
+        held = {name: {key: places[stored] for key, stored in own.items()} for name, own in names.items()}
+        trained = {each.name: each for each in stepped_tensors(self.state(masters, held, {}), self.steps)}
+        copied: set[str] = set()
+        for name in masters:
+            own = [f"master/{name}", *names.get(name, {}).values()]
+            for stored in own:
+                copy(stored)
+            copied.update(own)
+            for some in trained[name].parts(at_once(masters[name])) if name in trained else ():
+                self.check()
+                kernel.apply(some, self.threads)
+        for stored in places.keys() - copied:
+            copy(stored)
+
+
+def at_once(master: torch.Tensor) -> int:
+    """How many steps a kernel takes at once: their gradients, decoded, take memory."""
+    return STEPS_AT_ONCE if master.nbytes < LARGE_NBYTES else LARGE_AT_ONCE
 
 
 def newest_buffers(extras: Mapping[str, torch.Tensor], records: Sequence[Differential]) -> Mapping[str, torch.Tensor]:

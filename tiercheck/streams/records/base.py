@@ -184,21 +184,26 @@ class BaseCapture:
 
     def copy(self, memory: memoryview) -> None:
         """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
-        self._copied_to(memory)
+        for name, place in self._places_in(memory).items():
+            place.copy_(self._source(name))
+        self.disturbed = bool(self._watch.written())
 
-    def _copied_to(self, memory: memoryview) -> dict[str, torch.Tensor]:
-        """The copies, over ``memory``. Nobody may keep one of them beyond :meth:`finish`."""
+    def _places_in(self, memory: memoryview) -> dict[str, torch.Tensor]:
+        """Where each tensor is to be copied. Nobody may keep one of these beyond :meth:`finish`."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
-        copies: dict[str, torch.Tensor] = {}
-        for name, tensor in {**self._at_once, **self._later}.items():
+        places: dict[str, torch.Tensor] = {}
+        for name in (*self._at_once, *self._later):
             spec = self._specs[name]
             slot = writer.slot(name, spec.dtype, spec.shape)
-            copies[name] = tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
+            places[name] = tensor_in(slot, spec.dtype, spec.shape, what=name)
             if name in self._expected or name in self._blocks:
                 self._hashed[name] = slot
-        self.disturbed = bool(self._watch.written())
         self._writer = writer
-        return copies
+        return places
+
+    def _source(self, name: str) -> torch.Tensor:
+        """The tensor that is to be copied."""
+        return self._at_once[name] if name in self._at_once else self._later[name]
 
     def finish(self) -> int:
         """Close the shard; returns its length in bytes. Not before :meth:`copy` has returned, and the constants are

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tiercheck.streams.optimizers.replay import Replay, Setting, is_ready, repla
 from tiercheck.streams.replay.runs import Gradient, Step
 from tiercheck.streams.tensors.provider import OptimizerIdentity, StateProvider
 
-__all__ = ["InPlace", "is_certified", "is_kernel_ready", "kernel_for"]
+__all__ = ["InPlace", "Tensor", "is_certified", "is_kernel_ready", "kernel_for", "stepped_tensors"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class InPlace:
         """Apply the steps to the state, on at most ``threads`` threads: they share a long tensor, and take others one
         each."""
         small: deque[Tensor] = deque()
-        for each in tensors_of(provider, steps):
+        for each in stepped_tensors(provider, steps):
             if each.master.numel() < 2 * PIECE_MIN:  # which threads do not share
                 small.append(each)
             else:
-                self._apply(each, threads)
+                self.apply(each, threads)
 
         def drain(_: slice) -> None:
             while True:
@@ -52,11 +52,12 @@ class InPlace:
                     each = small.popleft()
                 except IndexError:
                     return
-                self._apply(each, 1)
+                self.apply(each, 1)
 
         on_threads(drain, [slice(0)] * max(1, min(threads, len(small))))
 
-    def _apply(self, each: Tensor, threads: int) -> None:
+    def apply(self, each: Tensor, threads: int) -> None:
+        """Apply its steps to one tensor."""
         optimizer = self.replay.optimizer
         counted = each.steps_so_far(optimizer)
         scalars = [
@@ -79,6 +80,12 @@ class Tensor:
     held: Mapping[str, Any]
     steps: Sequence[Step]
     options: Sequence[Mapping[str, Any]]
+
+    def parts(self, steps_max: int) -> Iterator[Tensor]:
+        """The same with so many of its steps at a time, in their order."""
+        for at in range(0, len(self.steps), steps_max):
+            piece = slice(at, at + steps_max)
+            yield replace(self, steps=self.steps[piece], options=self.options[piece])
 
     def steps_so_far(self, optimizer: ReplayableOptimizer[Any]) -> int:
         """Of an optimizer that counts none, one: the first is never replayed by a kernel if it makes state."""
@@ -107,7 +114,7 @@ class Tensor:
         )
 
 
-def tensors_of(provider: StateProvider, steps: Sequence[Step]) -> Iterator[Tensor]:
+def stepped_tensors(provider: StateProvider, steps: Sequence[Step]) -> Iterator[Tensor]:
     state, group_of = provider.optimizer_state(), provider.group_of()
     for name, master in provider.masters().items():
         taken = [step for step in steps if name in step.gradients]
@@ -131,7 +138,7 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
         return None  # the optimizer was told to run otherwise in between, which rounds otherwise
     if any(optimizer.reason_not_replayable(group) for step in steps for group in step.hyperparameters):
         return None
-    if not all(each.is_taken(optimizer) for each in tensors_of(provider, steps)):
+    if not all(each.is_taken(optimizer) for each in stepped_tensors(provider, steps)):
         return None
     approximate = not exact and optimizer.approximation() is not None and has_sparse(steps)
     replay = replay_for(optimizer, setting, exact=not approximate)

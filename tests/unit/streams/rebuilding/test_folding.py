@@ -21,6 +21,7 @@ from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.recording.bases import Bases
+from tiercheck.streams.rebuilding import folding
 from tiercheck.streams.rebuilding.folding import check_foldable, fold
 from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.audit import read_audit
@@ -112,6 +113,8 @@ def test_a_kernel_replays_where_the_base_will_lie(tmp_path: Path, monkeypatch: p
     saved, copied = Saved(tmp_path, OPTIMIZERS["adamw-fused"]), []
     copy_all = StoredState.copy_all
     monkeypatch.setattr(StoredState, "copy_all", lambda self: copied.append(self) or copy_all(self))
+    assert saved.folded(1, LAST) == saved.bytes_of(f"base/{LAST:012}")
+    monkeypatch.setattr(folding, "LARGE_NBYTES", 0)  # fewer versions at a time
     assert saved.folded(1, LAST) == saved.bytes_of(f"base/{LAST:012}")
     assert not copied
     saved.folded(0, 1)
