@@ -140,10 +140,10 @@ def stepped(training: Training, way: Way, due: bool) -> None:
 
 def one_version(training: Training, way: Way) -> dict[str, Any]:
     """How long the whole state takes to the disk while nothing is trained, and how many bytes it has there."""
-    way.begin()
+    before = files(training.job.directory)
+    way.begin()  # which may write a part of it already
     training.step()
     os.sync()  # what was written before is not waited for
-    before = files(training.job.directory)
     start = time.perf_counter()
     way.save(training.version)
     way.wait()
