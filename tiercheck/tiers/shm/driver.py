@@ -256,7 +256,8 @@ class _ShmReservation(Reservation):
 
     @property
     def buffer(self) -> memoryview:
-        return self._live().view
+        with self._driver.in_flight:  # the memory may be made ready here, and closing waits for that
+            return self._live().view
 
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         segment, wanted = self._taken(nbytes)

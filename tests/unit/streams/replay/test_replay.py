@@ -220,7 +220,7 @@ class TestKernels:
         provider, both = fresh(), threading.Barrier(2)
         replay(provider, [first])
         met = set[int]()
-        original = InPlace._apply
+        original = InPlace.apply
 
         def apply(self: InPlace, each: Any, threads: int) -> None:
             if each.name != "weight":  # the third of them
@@ -228,7 +228,7 @@ class TestKernels:
             met.add(threading.get_ident())
             original(self, each, threads)
 
-        monkeypatch.setattr(InPlace, "_apply", apply)
+        monkeypatch.setattr(InPlace, "apply", apply)
         replay(provider, differentials, threads=2)
         assert len(met) == 2
         assert state_of(provider) == trainer.state()
