@@ -47,9 +47,10 @@ __all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
-Copying = Callable[[str], object]
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch's allocator says, in a ``RuntimeError``, if the host has too little memory."""
+Copying = Callable[[str], object]
+"""Copies a tensor to its place, by its name in the base."""
 
 LARGE_NBYTES, LARGE_AT_ONCE = 64 << 20, 3
 """Of tensors from this size on so few steps are replayed at once. Under ZeRO one may hold all that a rank trains: then
