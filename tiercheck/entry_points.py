@@ -90,11 +90,10 @@ def _all(group: str, path: tuple[tuple[str, int | None], ...]) -> list[EntryPoin
     return [found[key] for key in sorted(found)]
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # all that is installed is read, for all groups at once: that takes tens of milliseconds
+@functools.lru_cache(maxsize=1)
 def _registered(path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
-    """``path``: where distributions are looked for, and when each place changed."""
+    """Of all groups at once: reading what is installed takes tens of milliseconds. ``path``: where distributions are
+    looked for, and when each place changed."""
     del path
     return cast("EntryPoints", entry_points())  # Python 3.11 has a class of its own for all of them, with select()
 

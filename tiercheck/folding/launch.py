@@ -100,8 +100,11 @@ def starts(settings: FoldSettings, environment: Mapping[str, str]) -> StartProce
             child = await _Child.over(ours)
             launch = Launch(theirs.fileno(), os.getpid(), settings)
             try:
-                child._process = await settled(asyncio.to_thread(partial(_spawn, launch, environment)))
-            except BaseException:  # a process that is started all the same finds the channel closed, and ends
+                child._process = await settled(
+                    asyncio.to_thread(partial(_spawn, launch, environment)),
+                    undo=lambda process: asyncio.to_thread(_kill, process),
+                )
+            except BaseException:
                 child.close()
                 raise
         return child
@@ -117,6 +120,12 @@ def trainers_process(environment: Mapping[str, str]) -> FoldProcess:
     allowed = range(os.cpu_count() or 1) if given["fold_cpus"] else own  # a trainer may be bound to a few
     settings = FoldSettings.of(given["fold_threads"], given["fold_cpus"], given["fold_nice"], allowed=allowed, ranks=1)
     return FoldProcess(starts(settings, environment))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """One that nobody waits for any more, and that has begun nothing."""
+    process.kill()
+    process.wait()
 
 
 def _spawn(launch: Launch, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -103,7 +103,7 @@ async def logged(node: Node, words: str, deadline_s: float = 20.0) -> None:
 
 def test_killed_before_every_call(node: Node) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.agents.victim", str(node.folder), "67"],
+        [sys.executable, "-m", "tests.cluster.agents.victim", str(node.folder), "53"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -111,8 +111,7 @@ def test_killed_before_every_call(node: Node) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Some hundreds of calls; how many depends on how often it looks.
-    assert int(done.stdout) > 5, "the agent makes more calls than this: were they not seen?"
+    assert int(done.stdout) > 10, "the agent makes more calls than this: were they not seen?"
 
 
 async def test_killed_again_and_again_under_a_trainer(node: Node) -> None:

@@ -3,9 +3,11 @@ own."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +24,7 @@ from tiercheck.errors import NotFound
 from tiercheck.folding import launch
 from tiercheck.folding.messages import MayPublish, Verdict, read_answer, read_request
 from tiercheck.folding.owner import FoldProcess
+from tiercheck.folding.settings import FoldSettings
 from tiercheck.hierarchy import Hierarchy
 
 __all__ = ["eager_agents"]
@@ -139,3 +142,27 @@ def test_it_ends_with_its_owner_though_a_fork_of_it_holds_the_channel() -> None:
         owner.wait(10)
         owner.stdin.close()
         owner.stdout.close()
+
+
+async def test_one_that_nobody_waits_for_is_gone_when_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is being started when its owner closes."""
+    spawn, spawned, go_on = launch._spawn, threading.Event(), threading.Event()
+    started: list[int] = []
+
+    def slowly(*arguments: Any) -> Any:
+        process = spawn(*arguments)
+        started.append(process.pid)
+        spawned.set()
+        assert go_on.wait(30)
+        return process
+
+    monkeypatch.setattr(launch, "_spawn", slowly)
+    settings = FoldSettings.of(1, "", allowed=os.sched_getaffinity(0), ranks=1)
+    starting = asyncio.ensure_future(launch.starts(settings, os.environ)())
+    assert await asyncio.to_thread(spawned.wait, 30)
+    starting.cancel()
+    await asyncio.sleep(0)  # the cancellation is delivered
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not Path(f"/proc/{started[0]}").exists()
