@@ -96,7 +96,7 @@ def say(**line: Any) -> None:
 
 
 def train(order: Order) -> None:
-    """Blocks of steps with and without the way in turns, for each interval; then one version that is waited for. The
+    """Blocks of steps with and without the way in turns, for each interval; then two versions that are waited for. The
     process waits for its kill."""
     training = Training(order, seed=1)
     for _ in range(WARM_UP):
@@ -111,7 +111,8 @@ def train(order: Order) -> None:
             else:
                 unsaved, saved = plain(training, order.block), saving(training, way, order.block, every)
             say(every=every, plain=unsaved, saving=saved)
-    say(**one_version(training, way))
+    for first in (True, False):
+        say(first=first, **one_version(training, way, first=first))
     say(digest=training.digest())
     signal.pause()  # until the kill
 
@@ -138,10 +139,12 @@ def stepped(training: Training, way: Way, due: bool) -> None:
     (way.save if due else way.after_step)(training.version)
 
 
-def one_version(training: Training, way: Way) -> dict[str, Any]:
-    """How long the whole state takes to the disk while nothing is trained, and how many bytes it has there."""
+def one_version(training: Training, way: Way, *, first: bool) -> dict[str, Any]:
+    """How long a version takes to the disk while nothing is trained, and how many bytes are written for it. The first
+    one of a way that has only begun may need more than the next."""
     before = files(training.job.directory)
-    way.begin()  # which may write a part of it already
+    if first:
+        way.begin()  # which may write a part of it already
     training.step()
     os.sync()  # what was written before is not waited for
     start = time.perf_counter()

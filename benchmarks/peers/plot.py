@@ -23,8 +23,9 @@ Value = Callable[[Result], float]
 PANELS: tuple[tuple[str, Value, bool], ...] = (
     ("stall of a saved step (ms)", lambda each: max(STALL_MIN_MS, 1e3 * each.stall_s), True),
     ("mean step, against none saved", lambda each: each.step_ratio, True),
-    ("until it is on the disk (s)", lambda each: each.durable_s, False),
+    ("until a version is on the disk (s)", lambda each: each.durable_s, False),
     ("restart to first step (s)", lambda each: each.restart_s, False),
+    ("restart to where it was (s)", lambda each: each.back_s, True),
     ("peak memory (GB)", lambda each: each.peak_bytes / 1e9, False),
     ("of a version, on the disk (GB)", lambda each: each.saved_bytes / 1e9, False),
 )
@@ -42,7 +43,7 @@ def plot_peers(path: Path, results: Sequence[Result]) -> None:
     ways = list(dict.fromkeys(each.way for each in results))
     intervals = sorted({each.every for each in results})
     colours = dict(zip(intervals, COLOURS, strict=False))
-    figure = Figure(figsize=(14, len(sizes) * (0.8 + 0.4 * len(ways))), layout="constrained")
+    figure = Figure(figsize=(16, len(sizes) * (0.8 + 0.4 * len(ways))), layout="constrained")
     panels = figure.subplots(len(sizes), len(PANELS), sharey=True, squeeze=False)
     for row, nbytes in zip(panels, sizes, strict=True):
         own = [each for each in results if each.state_bytes == nbytes]

@@ -17,7 +17,21 @@ from tiercheck.types import bytes_text
 
 __all__ = ["Result", "markdown", "read_lines", "results_of", "table_of"]
 
-COLUMNS = ("state", "way", "every", "step", "stall", "step ratio", "durable", "restart", "peak", "saved")
+COLUMNS = (
+    "state",
+    "way",
+    "every",
+    "step",
+    "stall",
+    "step ratio",
+    "first durable",
+    "durable",
+    "restart",
+    "back",
+    "peak",
+    "first saved",
+    "saved",
+)
 
 
 @dataclass(frozen=True)
@@ -35,21 +49,31 @@ class Result:
     """By how much a saved step is longer."""
     step_ratio: float
     """The mean step with saving, against the mean step without it."""
+    first_durable_s: float
+    """Until the first version is on the disk, with all that it needs, while nothing is trained."""
     durable_s: float
-    """Until one whole version is on the disk, while nothing is trained."""
+    """Until the one after it is."""
     restart_s: float
     """From a process with its model to the end of its first step; the median of the restarts."""
     peak_bytes: int
     """Of memory, shared memory included, beyond what training alone takes."""
+    first_saved_bytes: int
+    """Written to the disk for the first version."""
     saved_bytes: int
-    """Of one whole version on the disk."""
+    """Written for the one after it."""
+
+    @property
+    def back_s(self) -> float:
+        """From a restart to the step that training had reached, in the mean: what came after the last save is trained
+        again, half an interval's steps."""
+        return self.restart_s + (self.every - 1) / 2 * self.step_s
 
 
 def results_of(
     order: Order, trained: Sequence[Mapping[str, Any]], restarted: Sequence[Mapping[str, Any]], peak_bytes: int
 ) -> list[Result]:
     """A result for each interval. Errors: ``RuntimeError`` if another state was restored than was saved."""
-    *blocks, single, last = trained
+    *blocks, first, later, last = trained
     if {again["digest"] for again in restarted} != {last["digest"]}:
         raise RuntimeError("what was restored is not what was saved last")
     restart_s = statistics.median(again["load_s"] + again["first_step_s"] for again in restarted)
@@ -73,10 +97,12 @@ def results_of(
                 step_s=round(statistics.median(steps), 6),
                 stall_s=round(statistics.median(stalls), 6),
                 step_ratio=round(statistics.median(ratios), 4),
-                durable_s=round(single["durable_s"], 4),
+                first_durable_s=round(first["durable_s"], 4),
+                durable_s=round(later["durable_s"], 4),
                 restart_s=round(restart_s, 4),
                 peak_bytes=peak_bytes,
-                saved_bytes=single["bytes"],
+                first_saved_bytes=first["bytes"],
+                saved_bytes=later["bytes"],
             )
         )
     return found
@@ -101,8 +127,8 @@ def cells(each: Result) -> Iterator[str]:
     yield from (f"{each.state_bytes / 1e6:.0f} MB", each.way, str(each.every))
     yield from (f"{1e3 * taken:.1f} ms" for taken in (each.step_s, each.stall_s))
     yield f"{each.step_ratio:.3f}"
-    yield from (f"{taken:.2f} s" for taken in (each.durable_s, each.restart_s))
-    yield from map(bytes_text, (each.peak_bytes, each.saved_bytes))
+    yield from (f"{taken:.2f} s" for taken in (each.first_durable_s, each.durable_s, each.restart_s, each.back_s))
+    yield from map(bytes_text, (each.peak_bytes, each.first_saved_bytes, each.saved_bytes))
 
 
 def read_lines(path: Path) -> list[Result]:

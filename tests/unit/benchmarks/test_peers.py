@@ -12,7 +12,7 @@ from benchmarks.peers.job import Order
 from benchmarks.peers.results import results_of
 
 ORDER = Order("dcp", "/nowhere", 10**9, (2, 4), blocks=2, block=4)
-SINGLE = {"durable_s": 3.0, "bytes": 10**9}
+ALONE = [{"first": True, "durable_s": 3.0, "bytes": 10**9}, {"first": False, "durable_s": 0.5, "bytes": 10**8}]
 
 
 def block(every: int, step: float, saved: float) -> dict[str, Any]:
@@ -23,17 +23,30 @@ def block(every: int, step: float, saved: float) -> dict[str, Any]:
 def test_each_interval_is_judged_by_its_own_blocks() -> None:
     blocks = [block(2, 1.0, 1.5), block(2, 2.0, 2.5), block(4, 1.0, 3.0), block(4, 1.0, 3.0)]
     again = [{"digest": "a", "load_s": load_s, "first_step_s": 0.25} for load_s in (1.0, 9.0, 0.5)]
-    often, seldom = results_of(ORDER, [*blocks, SINGLE, {"digest": "a"}], again, 7)
+    often, seldom = results_of(ORDER, [*blocks, *ALONE, {"digest": "a"}], again, 7)
     assert (often.every, often.step_s, often.stall_s) == (2, 1.5, 0.5)
     assert often.step_ratio == pytest.approx((1.25 + 2.25 / 2) / 2)
     assert (seldom.every, seldom.stall_s, seldom.step_ratio) == (4, 2.0, 1.5)
-    assert (seldom.durable_s, seldom.restart_s, seldom.peak_bytes, seldom.saved_bytes) == (3.0, 1.25, 7, 10**9)
+    assert (seldom.first_durable_s, seldom.first_saved_bytes, seldom.durable_s, seldom.saved_bytes) == (
+        3.0,
+        10**9,
+        0.5,
+        10**8,
+    )
+    assert (seldom.restart_s, seldom.peak_bytes) == (1.25, 7)
+
+
+def test_what_came_after_the_last_save_is_trained_again() -> None:
+    again = [{"digest": "a", "load_s": 1.0, "first_step_s": 0.25}]
+    often, seldom = results_of(ORDER, [block(1, 2.0, 3.0), block(4, 2.0, 3.0), *ALONE, {"digest": "a"}], again, 7)
+    assert often.back_s == often.restart_s == 1.25
+    assert seldom.back_s == 1.25 + 1.5 * 2.0
 
 
 def test_other_bits_than_were_saved_are_no_figure() -> None:
     again = [{"digest": digest, "load_s": 1.0, "first_step_s": 0.25} for digest in "aba"]
     with pytest.raises(RuntimeError, match="is not what was saved"):
-        results_of(ORDER, [block(2, 1.0, 1.5), SINGLE, {"digest": "a"}], again, 7)
+        results_of(ORDER, [block(2, 1.0, 1.5), *ALONE, {"digest": "a"}], again, 7)
 
 
 def test_lines_that_are_none_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
