@@ -234,12 +234,15 @@ class DlRover(Way):
         self._saved = version
 
     def wait(self) -> None:
-        """Its own waiting asks a file that may not be there yet."""
+        """Its own waiting asks a file that may not be there yet, and does not know of a save that was left out because
+        the one before was still being written: that one is saved here again."""
         told = self.job.directory / "dlrover_latest.txt"
         until = time.monotonic() + WAIT_S_MAX
         while self._saved >= 0 and not (told.exists() and told.read_text() == str(self._saved)):
             if time.monotonic() > until:
                 raise TimeoutError(f"DLRover has not written version {self._saved} in {WAIT_S_MAX:.0f} s")
+            if self._checkpointer._engine.latest_step != self._saved:
+                self.save(self._saved)
             time.sleep(POLL_S)
 
     def load(self) -> None:
