@@ -31,7 +31,7 @@ from benchmarks.measure import size
 from benchmarks.peers.environments import python_with
 from benchmarks.peers.job import Order
 from benchmarks.peers.plot import plot_peers
-from benchmarks.peers.results import Result, markdown, read_lines, results_of, table_of
+from benchmarks.peers.results import Result, StepCost, VersionCost, markdown, read_lines, results_of, tables_of
 from benchmarks.peers.ways import WAYS, cleaned, delete
 from benchmarks.report import progress
 from benchmarks.waking import WAKE
@@ -80,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
     failed = False
     if arguments.lines is None:
         for found in outcomes(arguments):
-            if isinstance(found, Result):
+            if isinstance(found, (StepCost, VersionCost)):
                 results.append(found)
                 found = dataclasses.asdict(found)
             failed = failed or "failed" in found
             if arguments.json:
                 print(json.dumps(found), flush=True)
-            elif "way" in found and "every" not in found:
+            elif "failed" in found or "skipped" in found:
                 progress(str(found))
     else:
         try:
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(markdown(results), end="")
     elif not arguments.json:
-        Console(width=TABLE_WIDTH).print(table_of(results))
+        Console(width=TABLE_WIDTH).print(*tables_of(results))
     if arguments.plot is not None and results:
         plot_peers(arguments.plot, results)
     return int(failed)

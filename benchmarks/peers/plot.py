@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.peers.results import Result
+from benchmarks.peers.results import Result, StepCost, VersionCost, back_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,15 +19,15 @@ ANY = "#57606a"
 """For what does not depend on the interval."""
 STALL_MIN_MS = 0.1
 """A stall within the noise may be negative; a logarithmic axis has no zero."""
-Value = Callable[[Result], float]
+Value = Callable[[StepCost, VersionCost], float]
 PANELS: tuple[tuple[str, Value, bool], ...] = (
-    ("stall of a saved step (ms)", lambda each: max(STALL_MIN_MS, 1e3 * each.stall_s), True),
-    ("mean step, against none saved", lambda each: each.step_ratio, True),
-    ("until a version is on the disk (s)", lambda each: each.durable_s, False),
-    ("restart to first step (s)", lambda each: each.restart_s, False),
-    ("restart to where it was (s)", lambda each: each.back_s, True),
-    ("peak memory (GB)", lambda each: each.peak_bytes / 1e9, False),
-    ("of a version, on the disk (GB)", lambda each: each.saved_bytes / 1e9, False),
+    ("stall of a saved step (ms)", lambda step, _: max(STALL_MIN_MS, 1e3 * step.stall_s), True),
+    ("mean step, against none saved", lambda step, _: step.step_ratio, True),
+    ("until a version is on the disk (s)", lambda _, version: version.durable_s, False),
+    ("restart to first step (s)", lambda _, version: version.restart_s, False),
+    ("restart to where it was (s)", back_s, True),
+    ("peak memory (GB)", lambda _, version: version.peak_bytes / 1e9, False),
+    ("of a version, on the disk (GB)", lambda _, version: version.saved_bytes / 1e9, False),
 )
 """The title, the value, and whether it depends on the interval."""
 
@@ -41,12 +41,15 @@ def plot_peers(path: Path, results: Sequence[Result]) -> None:
 
     sizes = list(dict.fromkeys(each.state_bytes for each in results))
     ways = list(dict.fromkeys(each.way for each in results))
-    intervals = sorted({each.every for each in results})
+    versions = {(each.state_bytes, each.way): each for each in results if isinstance(each, VersionCost)}
+    steps = [each for each in results if isinstance(each, StepCost)]
+    costs = [(each, versions[each.state_bytes, each.way]) for each in steps]
+    intervals = sorted({each.every for each in steps})
     colours = dict(zip(intervals, COLOURS, strict=False))
     figure = Figure(figsize=(16, len(sizes) * (0.8 + 0.4 * len(ways))), layout="constrained")
     panels = figure.subplots(len(sizes), len(PANELS), sharey=True, squeeze=False)
     for row, nbytes in zip(panels, sizes, strict=True):
-        own = [each for each in results if each.state_bytes == nbytes]
+        own = [cost for cost in costs if cost[0].state_bytes == nbytes]
         for axes, (title, value, by_interval) in zip(row, PANELS, strict=True):
             draw(axes, ways, own, value, colours if by_interval else {})
             axes.set_title(title, fontsize=9)
@@ -62,18 +65,24 @@ def plot_peers(path: Path, results: Sequence[Result]) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw(axes: Axes, ways: Sequence[str], results: Sequence[Result], value: Value, colours: Mapping[int, str]) -> None:
+def draw(
+    axes: Axes,
+    ways: Sequence[str],
+    costs: Sequence[tuple[StepCost, VersionCost]],
+    value: Value,
+    colours: Mapping[int, str],
+) -> None:
     """A bar for each way, or for each of its intervals if they have colours."""
     for row, way in enumerate(ways):
-        own = [each for each in results if each.way == way]
-        bars = sorted(own, key=lambda each: each.every) if colours else own[:1]
+        own = [cost for cost in costs if cost[0].way == way]
+        bars = sorted(own, key=lambda cost: cost[0].every) if colours else own[:1]
         height = 0.8 / max(1, len(bars))
-        for number, each in enumerate(bars):
+        for number, (step, version) in enumerate(bars):
             at = row - 0.4 + height * (number + 0.5)
-            axes.barh(at, value(each), height=0.9 * height, color=colours.get(each.every, ANY))
-            end = value(each), at
-            text = f"{end[0]:.0f}" if end[0] >= 100 else f"{end[0]:.3g}"
-            axes.annotate(text, end, (2, 0), textcoords="offset points", va="center", size=6)
+            length = value(step, version)
+            axes.barh(at, length, height=0.9 * height, color=colours.get(step.every, ANY))
+            text = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
+            axes.annotate(text, (length, at), (2, 0), textcoords="offset points", va="center", size=6)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, axis="x", alpha=0.3)
     axes.margins(x=0.18)

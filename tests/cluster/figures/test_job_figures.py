@@ -31,10 +31,11 @@ def test_a_way_runs_in_an_environment_of_its_own(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     machine, *lines = map(json.loads, out.splitlines())
     assert machine["figure"] == "machine"
-    (line,) = lines
-    assert (line["way"], line["every"], line["state_bytes"]) == ("torch.save", 1, 12_000_000)
-    assert line["restart_s"] > 0
-    assert line["saved_bytes"] > 12e6
+    step, version = lines
+    assert (step["way"], step["every"], step["state_bytes"]) == ("torch.save", 1, 12_000_000)
+    assert (version["way"], version["state_bytes"]) == ("torch.save", 12_000_000)
+    assert version["restart_s"] > 0
+    assert version["first_saved_bytes"] == version["saved_bytes"] > 12e6
     assert [path.name for path in tmp_path.iterdir()] == ["environments"], "nothing else is left"
     kept, picture = tmp_path / "lines.json", tmp_path / "picture.svg"
     kept.write_text(out)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.peers.job import Order
-from benchmarks.peers.results import results_of
+from benchmarks.peers.results import StepCost, VersionCost, back_s, results_of
 
 ORDER = Order("dcp", "/nowhere", 10**9, (2, 4), blocks=2, block=4)
 ALONE = [{"first": True, "durable_s": 3.0, "bytes": 10**9}, {"first": False, "durable_s": 0.5, "bytes": 10**8}]
@@ -20,27 +20,21 @@ def block(every: int, step: float, saved: float) -> dict[str, Any]:
     return {"every": every, "plain": [step] * 4, "saving": taken}
 
 
-def test_each_interval_is_judged_by_its_own_blocks() -> None:
+def test_each_interval_is_judged_by_its_own_blocks_and_a_version_once() -> None:
     blocks = [block(2, 1.0, 1.5), block(2, 2.0, 2.5), block(4, 1.0, 3.0), block(4, 1.0, 3.0)]
     again = [{"digest": "a", "load_s": load_s, "first_step_s": 0.25} for load_s in (1.0, 9.0, 0.5)]
-    often, seldom = results_of(ORDER, [*blocks, *ALONE, {"digest": "a"}], again, 7)
+    often, seldom, version = results_of(ORDER, [*blocks, *ALONE, {"digest": "a"}], again, 7)
+    assert isinstance(often, StepCost) and isinstance(seldom, StepCost)
     assert (often.every, often.step_s, often.stall_s) == (2, 1.5, 0.5)
     assert often.step_ratio == pytest.approx((1.25 + 2.25 / 2) / 2)
     assert (seldom.every, seldom.stall_s, seldom.step_ratio) == (4, 2.0, 1.5)
-    assert (seldom.first_durable_s, seldom.first_saved_bytes, seldom.durable_s, seldom.saved_bytes) == (
-        3.0,
-        10**9,
-        0.5,
-        10**8,
-    )
-    assert (seldom.restart_s, seldom.peak_bytes) == (1.25, 7)
+    assert version == VersionCost(10**9, "dcp", 3.0, 0.5, 1.25, 7, 10**9, 10**8)
 
 
 def test_what_came_after_the_last_save_is_trained_again() -> None:
-    again = [{"digest": "a", "load_s": 1.0, "first_step_s": 0.25}]
-    often, seldom = results_of(ORDER, [block(1, 2.0, 3.0), block(4, 2.0, 3.0), *ALONE, {"digest": "a"}], again, 7)
-    assert often.back_s == often.restart_s == 1.25
-    assert seldom.back_s == 1.25 + 1.5 * 2.0
+    version = VersionCost(10**9, "dcp", 3.0, 0.5, 1.25, 7, 10**9, 10**8)
+    assert back_s(StepCost(10**9, "dcp", 1, 2.0, 1.0, 1.5), version) == 1.25
+    assert back_s(StepCost(10**9, "dcp", 4, 2.0, 1.0, 1.1), version) == 1.25 + 1.5 * 2.0
 
 
 def test_other_bits_than_were_saved_are_no_figure() -> None:
