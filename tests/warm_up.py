@@ -49,6 +49,7 @@ def warm_up_optimizer(kind: str) -> None:
     import numpy as np
 
     from tiercheck.kernels import SparseGradient
+    from tiercheck.kernels.gpu_adam import Powers
     from tiercheck.streams.optimizers import certification, replay
     from tiercheck.streams.optimizers.registry import optimizer_of
 
@@ -61,6 +62,8 @@ def warm_up_optimizer(kind: str) -> None:
             for form in optimizer.forms
             if form.automatic and replay.unsupported(form, setting) is None
         ]
+    of_a_gpu = [each for each in optimizer.candidates if each.powers is None]  # all of them are compiled by one
+    functions += [each.on_host(Powers()) for each in of_a_gpu[:1]]
     gradient = np.linspace(-1, 1, 8, dtype=np.float32)
     for function, options in itertools.product(functions, optimizer.variants()):
         gradients = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep
+from tiercheck.kernels.gpu_adam import Powers, Rounding, powers_needed
 
 __all__ = [
     "Floats",
@@ -16,6 +18,7 @@ __all__ = [
     "gradient",
     "identical",
     "narrowed",
+    "powers_on_host",
     "same",
     "sums_that_depend_on_their_order",
 ]
@@ -94,3 +97,10 @@ def narrowed(values: Floats, dtype: type) -> NDArray[Any]:
 def adam_steps(count: int, first: int = 1, **options: Any) -> list[AdamStep]:
     chosen = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, **options}
     return [AdamStep(step=first + at, lr=1e-3 * (1 + at) / 3, **chosen) for at in range(count)]
+
+
+def powers_on_host(rounding: Rounding, betas: Iterable[float]) -> Powers:
+    """The powers that a device would have to tell, by NumPy."""
+    if (number := rounding.powers) is None:
+        return Powers()
+    return Powers({beta: number(beta) ** np.arange(1, powers_needed(beta) + 1).astype(number) for beta in betas})

@@ -22,10 +22,20 @@ from tests.gpu.inputs import (
     sums_that_depend_on_their_order,
 )
 from tests.gpu.machine import Machine, need_cupy
+from tests.gpu.replay_tests import CudaReplayTests
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels.adam import AdamStep
-from tiercheck.kernels.gradients import SparseGradient
-from tiercheck.kernels.reference import adam, averages, bfloat16, blocks, compaction, fp16, nf4, onebit, planes, scaled
+from tiercheck.kernels.gpu_adam import FAST, ROUNDINGS, Powers
+from tiercheck.kernels.reference import (
+    averages,
+    bfloat16,
+    blocks,
+    compaction,
+    fp16,
+    nf4,
+    onebit,
+    planes,
+    scaled,
+)
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
 
 need_cupy()
@@ -35,7 +45,7 @@ from tiercheck.kernels import cuda  # noqa: E402  it imports CuPy, which was jus
 __all__ = ["CudaKernelTests"]
 
 
-class CudaKernelTests(CudaExponentTests):
+class CudaKernelTests(CudaExponentTests, CudaReplayTests):
     """Every kernel against the reference."""
 
     # compaction
@@ -336,92 +346,6 @@ class CudaKernelTests(CudaExponentTests):
             assert same(machine.get(total), expected)
             assert machine.intact(total)
 
-    # replay
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"contracted": False},
-            {"decoupled": False},
-            {"decoupled": False, "contracted": False},
-            {"weight_decay": 0.0, "beta1": 0.4},
-            {"beta1": 0.5, "maximize": True},
-            {"gradient_scale": 0.37, "decoupled": False, "maximize": True},
-            {"amsgrad": True},
-            {"amsgrad": True, "decoupled": False, "gradient_scale": 1 / 3},
-            {"beta2": 0.0, "eps": 0.0},
-        ],
-    )
-    def test_replay(self, machine: Machine, options: dict[str, Any]) -> None:
-        options = dict(options)
-        contracted = options.pop("contracted", True)
-        for size in machine.sizes:
-            dense = [gradient(size, seed, special=seed == 2) for seed in range(4)]
-            dense[2][-1:] = np.nan
-            steps = adam_steps(4, **options)
-            self.replay_and_compare(machine, size, dense, steps, contracted)
-            sparse: list[Any] = [self.some_of(each, seed) for seed, each in enumerate(dense)]
-            self.replay_and_compare(machine, size, [*sparse, dense[0]], adam_steps(5, **options), contracted)
-
-    def test_more_steps_than_a_launch_takes(self, machine: Machine) -> None:
-        for count in (0, cuda.MOST_STEPS, cuda.MOST_STEPS + 1, 2 * cuda.MOST_STEPS + 3):
-            dense = [gradient(67, seed, special=False) for seed in range(count)]
-            mixed = [self.some_of(each, 0) if at % 3 else each for at, each in enumerate(dense)]
-            self.replay_and_compare(machine, 67, dense, adam_steps(count, first=1_000), True)
-            self.replay_and_compare(machine, 67, mixed, adam_steps(count), True)
-
-    def some_of(self, dense: Floats, seed: int) -> SparseGradient:
-        kept = np.flatnonzero(np.random.default_rng(seed).random(dense.size) < (0.02, 0.5, 0.0, 1.0)[seed % 4])
-        return SparseGradient(kept.astype(np.uint32), dense[kept])
-
-    def replay_and_compare(
-        self, machine: Machine, size: int, gradients: list[Any], steps: list[AdamStep], contracted: bool
-    ) -> None:
-        amsgrad = bool(steps) and steps[0].amsgrad
-        state = [gradient(size, 10, special=False) for _ in range(2)]
-        state += [np.abs(gradient(size, 11 + each, special=False)) for each in range(1 + amsgrad)]
-        there = [machine.put(array) for array in state]
-        gradients_there = [
-            cuda.SparseOnDevice(machine.put(each.indices), machine.put(each.values))
-            if isinstance(each, SparseGradient)
-            else machine.put(each)
-            for each in gradients
-        ]
-        options: dict[str, Any] = {"contracted": contracted}
-        largest: dict[str, Any] = {"max_exp_avg_sq": state[3]} if amsgrad else {}
-        adam.replay_fused_adam(*state[:3], gradients, steps, **options, **largest)
-        largest = {"max_exp_avg_sq": there[3]} if amsgrad else {}
-        cuda.replay_fused_adam(*there[:3], gradients_there, steps, **options, **largest, stream=machine.stream)
-        for actual, expected in zip(there, state, strict=True):
-            assert same(machine.get(actual), expected)
-            assert machine.intact(actual)
-
-    @pytest.mark.parametrize("form", cuda.TORCH_FORMS)
-    @pytest.mark.parametrize("decoupled", [True, False])
-    def test_replay_with_torchs_own_rounding(self, machine: Machine, form: str, decoupled: bool) -> None:
-        """No bit is promised here; it must be Adam, to a few roundings."""
-        size, steps = 1003, adam_steps(3, decoupled=decoupled, maximize=True)
-        dense = [gradient(size, seed, special=False) for seed in range(3)]
-        state = [gradient(size, 10, special=False), np.zeros(size, np.float32), np.zeros(size, np.float32)]
-        there = [machine.put(array) for array in state]
-        wide = [array.astype(np.float64) for array in state]
-        for each, step in zip(dense, steps, strict=True):
-            g = -each.astype(np.float64)
-            if decoupled:
-                wide[0] *= 1 - step.lr * step.weight_decay
-            else:
-                g += step.weight_decay * wide[0]
-            wide[1] = step.beta1 * wide[1] + (1 - step.beta1) * g
-            wide[2] = step.beta2 * wide[2] + (1 - step.beta2) * g * g
-            root = np.sqrt(wide[2] / (1 - step.beta2**step.step)) + step.eps
-            wide[0] -= step.lr / (1 - step.beta1**step.step) * wide[1] / root
-        cuda.replay_torch_fused_adam(
-            *there, [machine.put(each) for each in dense], steps, form=form, stream=machine.stream
-        )
-        for actual, expected in zip(there, wide, strict=True):
-            np.testing.assert_allclose(machine.get(actual), expected, rtol=2e-5, atol=2e-9)
-
     # what is refused
 
     def test_arrays_that_do_not_fit_are_refused(self, machine: Machine) -> None:
@@ -473,8 +397,17 @@ class CudaKernelTests(CudaExponentTests):
             cuda.replay_fused_adam(p, m, v, [g], adam_steps(1, amsgrad=True), **to)
         with pytest.raises(ConfigurationError, match="40 elements"):
             cuda.replay_fused_adam(p, m, v, [g[:39]], adam_steps(1), **to)
-        with pytest.raises(ConfigurationError, match="form"):
-            cuda.replay_torch_fused_adam(p, m, v, [g], adam_steps(1), form="guess", stream=machine.stream)
+        as_a_gpu: dict[str, Any] = {"stream": machine.stream, "rounding": ROUNDINGS["fused32"], "powers": Powers()}
+        with pytest.raises(ConfigurationError, match=r"powers of the beta 0\.9 on the device are not known"):
+            cuda.replay_gpu_adam(p, m, v, [g], adam_steps(1), **as_a_gpu)
+        with pytest.raises(ConfigurationError, match="takes dense gradients"):
+            some = cuda.SparseOnDevice(machine.put(np.zeros(1, np.uint32)), machine.put(np.zeros(1, np.float32)))
+            cuda.replay_gpu_adam(p, m, v, [some], adam_steps(1), **as_a_gpu)
+        with pytest.raises(ConfigurationError, match="amsgrad"):
+            cuda.replay_gpu_adam(p, m, v, [g], adam_steps(1, amsgrad=True), **as_a_gpu)
+        with pytest.raises(ConfigurationError, match="FusedAdam has no amsgrad"):
+            fast = {**as_a_gpu, "rounding": FAST[0], "max_exp_avg_sq": machine.put(np.zeros(40, np.float32))}
+            cuda.replay_gpu_adam(p, m, v, [g], adam_steps(1, amsgrad=True), **fast)
         assert not np.any(machine.get(p))
 
     # together

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -151,37 +150,6 @@ def test_a_torch_tensor_is_worked_on_in_place(gpu: Gpu) -> None:
 def test_memory_of_the_host_is_not_borrowed(gpu: Gpu) -> None:
     with pytest.raises(ConfigurationError, match="GPU memory"):
         cuda.borrow(np.zeros(3, np.float32), gpu.stream)
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_which_form_of_torchs_cuda_kernel_is_exact_is_found_by_experiment(
-    gpu: Gpu, kind: str, record_property: Callable[[str, object], None]
-) -> None:
-    """What this torch does is recorded, not required: its compiler's choices are not ours. Close it must be."""
-    torch = pytest.importorskip("torch", reason="needs torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a torch that is built for CUDA")
-    size, steps = 4099, adam_steps(3, decoupled=kind == "AdamW")
-    start = gradient(size, 9, special=False)
-    gradients = [gradient(size, seed, special=False) for seed in range(3)]
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()).cuda())
-    optimizer = getattr(torch.optim, kind)([parameter], betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    for each, step in zip(gradients, steps, strict=True):
-        optimizer.param_groups[0]["lr"] = step.lr
-        parameter.grad = torch.from_numpy(each).cuda()
-        optimizer.step()
-    state = optimizer.state[parameter]
-    expected = [each.detach().cpu().numpy() for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-    for form in cuda.TORCH_FORMS:
-        there = [gpu.put(start), gpu.put(np.zeros(size, np.float32)), gpu.put(np.zeros(size, np.float32))]
-        cuda.replay_torch_fused_adam(*there, [gpu.put(each) for each in gradients], steps, form=form, stream=gpu.stream)
-        actual = [gpu.get(each) for each in there]
-        differing = sum(
-            int(np.count_nonzero(a.view(np.uint32) != b.view(np.uint32))) for a, b in zip(actual, expected, strict=True)
-        )
-        record_property(f"differing values, {kind}, {form}", differing)
-        for a, b in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-9)
 
 
 def test_an_array_of_another_device_is_refused(gpu: Gpu) -> None:

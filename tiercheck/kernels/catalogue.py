@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercheck.kernels.examples import bytes_of, floats_of, with_and_without_residual
 from tiercheck.kernels.reference import (
     adam,
     averages,
@@ -24,6 +25,7 @@ from tiercheck.kernels.reference import (
     exponents,
     fp16,
     gathering,
+    gpu_adam,
     nf4,
     onebit,
     planes,
@@ -59,6 +61,7 @@ __all__ = [
     "quantise_nf4_into",
     "quantise_onebit_into",
     "replay_fused_adam",
+    "replay_gpu_adam",
     "replay_sgd",
     "round_bfloat16_into",
     "scatter",
@@ -74,23 +77,6 @@ __all__ = [
 ]
 
 Calls = Iterator[Call]
-
-
-def floats_of(size: int, seed: int) -> NDArray[np.float32]:
-    """Values of many magnitudes. The first three are zero, infinity and NaN."""
-    generator = np.random.default_rng([size, seed])
-    values = (generator.standard_normal(size) * 10.0 ** generator.integers(-30, 30)).astype(np.float32)
-    values[:3] = [0, np.inf, np.nan][: values[:3].size]
-    return values
-
-
-def bytes_of(size: int, seed: int) -> NDArray[np.uint8]:
-    return np.random.default_rng([size, seed]).integers(0, 256, size, dtype=np.uint8)
-
-
-def with_and_without_residual(size: int, seed: int) -> Iterator[dict[str, Any]]:
-    yield {}
-    yield {"residual": floats_of(size, seed + 1)}
 
 
 # Compaction: the elements of largest magnitude.
@@ -432,14 +418,30 @@ accumulate = declare(
 
 
 # Replays. An optimizer (tiercheck.streams.optimizers) chooses its replay, which is then certified by experiment.
-# The first CUDA form gives the bits of torch's CPU kernel, the second models torch's CUDA kernel.
+# replay_fused_adam has the bits of torch's CPU kernel, on a GPU, too; replay_gpu_adam those of optimizers on a GPU.
 
 replay_fused_adam = declare(
     adam.replay_fused_adam,
     cpu="replay.adam",
+    cuda=(CudaForm("adam:replay_fused_adam", {"adam": ("replay_adam", "replay_adam_sparse")}),),
+)
+replay_gpu_adam = declare(
+    gpu_adam.replay_gpu_adam,
+    cpu="replay.gpu_adam",
     cuda=(
-        CudaForm("adam:replay_fused_adam", {"adam": ("replay_adam", "replay_adam_sparse")}),
-        CudaForm("adam:replay_torch_fused_adam", {"torch_adam": ("replay_torch_adam",)}),
+        CudaForm(
+            "gpu_adam:replay_gpu_adam",
+            {
+                "gpu_adam": (
+                    "replay_explicit_32",
+                    "replay_explicit_64",
+                    "replay_weighted_32",
+                    "replay_weighted_64",
+                    "replay_operations",
+                ),
+                "fast_adam": ("replay_fast",),
+            },
+        ),
     ),
 )
 replay_sgd = declare(sgd.replay_sgd, cpu="replay.sgd")

@@ -141,7 +141,10 @@ async def read(source: StoredVersion, rank: int) -> Read:
         indexes = await read_indexes(source.hierarchy, source.inventory, source.chosen)
         contents = await read_contents(source.hierarchy, source.inventory, source.chosen, rank)
         host = {**contents.host_state, "hyperparameters": contents.hyperparameters}
-        return Read(indexes, host, {**schema.plain(contents.identity), "world_size": contents.world_size})
+        identity = schema.plain(
+            replace(contents.identity, optimizer=replace(contents.identity.optimizer, stand_in=None))
+        )
+        return Read(indexes, host, {**identity, "world_size": contents.world_size})
 
     return await source.scheduler.call(reading(), what="reading what the ranks have saved", deadline_s=PLANNING_S)
 

@@ -25,6 +25,7 @@ __all__ = [
     "inlined",
     "keep_alive",
     "multiply_add",
+    "multiply_add_wide",
     "pointer",
 ]
 
@@ -72,6 +73,16 @@ def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def multiply_add_wide(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """:func:`multiply_add` in fp64."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float64(types.float64, types.float64, types.float64), generate
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]

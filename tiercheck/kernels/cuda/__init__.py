@@ -1,7 +1,8 @@
 """The kernels for NVIDIA GPUs, on CuPy arrays.
 
 The specification is :mod:`tiercheck.kernels.reference`: integers, codes, indices with their order, and replays have the
-same bits. No codec and no replay of a job calls these functions yet: jobs encode and replay on the CPU.
+same bits, and so have replays for the optimizers that they are certified for
+(:mod:`tiercheck.streams.replay.on_device`).
 
 No function waits for the device, and none allocates on it. The caller allocates results and workspace; a result that is
 one number is an array of one element on the device. Every function puts its work into the ``stream`` that it is given
@@ -13,13 +14,7 @@ The first call of a kernel compiles it; :func:`warm_up` compiles all of them. Im
 
 from __future__ import annotations
 
-from tiercheck.kernels.cuda.adam import (
-    MOST_STEPS,
-    TORCH_FORMS,
-    SparseOnDevice,
-    replay_fused_adam,
-    replay_torch_fused_adam,
-)
+from tiercheck.kernels.cuda.adam import MOST_STEPS, SparseOnDevice, replay_fused_adam
 from tiercheck.kernels.cuda.averages import accumulate
 from tiercheck.kernels.cuda.blocks import (
     dequantise_into,
@@ -40,7 +35,8 @@ from tiercheck.kernels.cuda.compaction import (
     to_half,
 )
 from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents, unpack_exponents
-from tiercheck.kernels.cuda.module import borrow, low_priority_stream, warm_up
+from tiercheck.kernels.cuda.gpu_adam import replay_gpu_adam
+from tiercheck.kernels.cuda.module import borrow, low_priority_stream, stream_of, warm_up
 from tiercheck.kernels.cuda.patterns import (
     find_low_halves,
     join_exponents,
@@ -53,7 +49,6 @@ from tiercheck.kernels.cuda.patterns import (
 
 __all__ = [
     "MOST_STEPS",
-    "TORCH_FORMS",
     "SparseOnDevice",
     "accumulate",
     "borrow",
@@ -74,12 +69,13 @@ __all__ = [
     "quantise_nf4_into",
     "quantise_onebit_into",
     "replay_fused_adam",
-    "replay_torch_fused_adam",
+    "replay_gpu_adam",
     "scatter",
     "scatter_add",
     "select_threshold",
     "settle",
     "split_exponents",
+    "stream_of",
     "to_half",
     "unpack_exponents",
     "warm_up",

@@ -15,7 +15,15 @@ from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
 from tiercheck.kernels.reference.adam import VECTOR
 
-__all__ = ["MOST_STEPS", "TORCH_FORMS", "SparseOnDevice", "replay_fused_adam", "replay_torch_fused_adam"]
+__all__ = [
+    "MOST_STEPS",
+    "SHARED",
+    "SparseOnDevice",
+    "check_arrays",
+    "launches",
+    "replay_fused_adam",
+    "table_of",
+]
 
 MOST_STEPS = 64
 """The most steps of one launch. More steps take several launches."""
@@ -25,13 +33,10 @@ THREADS = 256
 TILE = 2048
 """Elements of a block of threads, if gradients are sparse. The CUDA source has the same number."""
 
-COUPLED, SMALL, DECAYS = 1, 2, 2
-"""Flags of a step. COUPLED: of both kernels; SMALL: of ``adam.cu``; DECAYS: of ``torch_adam.cu``."""
+COUPLED, SMALL = 1, 2
+"""Flags of a step. The CUDA source has the same numbers."""
 
-TORCH_FORMS = ("weighted", "complementary")
-"""How releases of torch's CUDA kernel compute the moments: ``beta*m + (1-beta)*g``, or ``beta*m + (g - beta*g)``."""
-
-Shared: Any = [
+SHARED: Any = [
     ("count", np.uint64),
     ("values", np.uint64, MOST_STEPS),
     ("indices", np.uint64, MOST_STEPS),
@@ -41,17 +46,9 @@ Shared: Any = [
 SCALARS = ("decay", "multiplier", "weight1", "weight2", "beta2", "root_correction", "eps", "negative_step_size")
 
 STEPS = np.dtype(
-    [*Shared, ("steps", np.dtype([*((name, np.float32) for name in SCALARS), ("flags", np.uint32)]), MOST_STEPS)],
+    [*SHARED, ("steps", np.dtype([*((name, np.float32) for name in SCALARS), ("flags", np.uint32)]), MOST_STEPS)],
     align=True,
 )
-
-TORCH_STEP = np.dtype(
-    [(name, np.float64) for name in ("decay", "beta1", "beta2", "eps")]
-    + [(name, np.float32) for name in ("multiplier", "step_size", "root_correction")]
-    + [("flags", np.uint32)]
-)
-
-TORCH_STEPS = np.dtype([*Shared, ("steps", TORCH_STEP, MOST_STEPS)], align=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,44 +115,6 @@ def replay_fused_adam(
         module.launch("adam", kernel, grid, THREADS, arguments, stream)
 
 
-def replay_torch_fused_adam(
-    param: DeviceArray,
-    exp_avg: DeviceArray,
-    exp_avg_sq: DeviceArray,
-    gradients: Sequence[DeviceArray],
-    steps: Sequence[AdamStep],
-    *,
-    form: str,
-    stream: Stream,
-) -> None:
-    """Replay of dense steps that models the rounding of torch's fused **CUDA** kernel.
-
-    ``form``: one of :data:`TORCH_FORMS`. Whether the result has torch's bits depends on the torch release and its
-    compiler. It may be called exact only after an experiment with this torch on this device has found no difference.
-    amsgrad is not supported. Else as :func:`replay_fused_adam`.
-
-    Source: torch's ``aten/src/ATen/native/cuda/fused_adam_utils.cuh``, ``adam_math``.
-
-    Raises:
-        ConfigurationError: the arrays, the steps or the form do not fit together; nothing was changed.
-    """
-    if form not in TORCH_FORMS:
-        raise ConfigurationError(
-            f"there is no form {form!r} of torch's CUDA kernel: choose one of {', '.join(TORCH_FORMS)}"
-        )
-    if any(step.amsgrad for step in steps) or any(isinstance(gradient, SparseOnDevice) for gradient in gradients):
-        raise ConfigurationError("torch's CUDA kernel is modelled for dense gradients without amsgrad")
-    check_arrays({"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, gradients, steps)
-    size = int(param.size)
-    for some, of_some in launches(gradients, steps):
-        rows = table_of(TORCH_STEPS, some)
-        for row, step in zip(rows["steps"][0], of_some, strict=False):
-            fill_torch(row, step)
-        complements = np.uint32(TORCH_FORMS.index(form))
-        arguments = (param, exp_avg, exp_avg_sq, np.uint64(size), complements, rows)
-        module.launch("torch_adam", "replay_torch_adam", grid_for(size, THREADS), THREADS, arguments, stream)
-
-
 def launches(gradients: Gradients, steps: Sequence[AdamStep]) -> Iterator[tuple[Gradients, Sequence[AdamStep]]]:
     for start in range(0, len(steps), MOST_STEPS):
         yield gradients[start : start + MOST_STEPS], steps[start : start + MOST_STEPS]
@@ -188,17 +147,6 @@ def fill(row: np.void, step: AdamStep) -> None:
     for name in ("weight2", "beta2", "root_correction", "eps", "negative_step_size"):
         row[name] = getattr(c, name)
     row["flags"] = COUPLED * step.coupled | SMALL * small
-
-
-def fill_torch(row: np.void, step: AdamStep) -> None:
-    correction1 = np.float32(1 - step.beta1 ** float(step.step))
-    correction2 = 1 - step.beta2 ** float(step.step)
-    row["decay"] = step.weight_decay if step.coupled else step.lr * step.weight_decay
-    row["beta1"], row["beta2"], row["eps"] = step.beta1, step.beta2, step.eps
-    row["multiplier"] = -step.gradient_scale if step.maximize else step.gradient_scale
-    row["step_size"] = step.lr / float(correction1)
-    row["root_correction"] = correction2**0.5
-    row["flags"] = COUPLED * step.coupled | DECAYS * (step.weight_decay != 0)
 
 
 def check_arrays(state: dict[str, DeviceArray], gradients: Gradients, steps: Sequence[AdamStep]) -> None:

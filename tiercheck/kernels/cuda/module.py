@@ -31,6 +31,7 @@ __all__ = [
     "grid_for",
     "launch",
     "low_priority_stream",
+    "stream_of",
     "text_of",
     "warm_up",
 ]
@@ -172,6 +173,11 @@ def low_priority_stream() -> Stream:
     unless they are made otherwise: then training's kernels on such a stream share the device with these.
     """
     return cupy.cuda.Stream(non_blocking=True, priority=LOWEST)
+
+
+def stream_of(pointer: int, device: int) -> Stream:
+    """Another library's stream on this device, by its address: 0 is the default stream."""
+    return cupy.cuda.ExternalStream(pointer, device)
 
 
 def borrow(tensor: Any, stream: Stream) -> DeviceArray:

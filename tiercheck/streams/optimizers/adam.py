@@ -9,18 +9,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import AdamStep, replay_fused_adam
+from tiercheck.kernels import AdamStep, gpu_adam, replay_fused_adam, replay_gpu_adam
+from tiercheck.kernels.gpu_adam import Powers, Rounding
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.kernels.registry import has_numba, load_numba
+from tiercheck.streams.optimizers.adam_trials import adam_trials
 from tiercheck.streams.optimizers.optimizer import (
     FUSED,
     SEPARATE,
     X86,
     Array,
+    Candidate,
     Form,
     Function,
+    OnDevice,
     ReplayableOptimizer,
     State,
+    Trial,
 )
 
 __all__ = ["Adam"]
@@ -54,8 +59,29 @@ def torch_tiles(implementation: str, instruction_set: str) -> Function:
     return on_state(replay_adam)
 
 
+def gpu_on_host(rounding: Rounding, powers: Powers) -> Function:
+    return on_state(partial(replay_gpu_adam, rounding=rounding, powers=powers))
+
+
+def gpu_on_device(rounding: Rounding, powers: Powers) -> OnDevice:
+    replay = replay_gpu_adam.by("cuda")
+
+    def function(param: Any, state: Mapping[str, Any], gradients: Any, steps: Any, *, stream: Any) -> None:
+        largest, moments = state.get("max_exp_avg_sq"), (state["exp_avg"], state["exp_avg_sq"])
+        how: Any = {"rounding": rounding, "powers": powers, "stream": stream}
+        replay(param, *moments, gradients, steps, max_exp_avg_sq=largest, **how)
+
+    return function
+
+
+def candidates_of(roundings: Sequence[Rounding], implementations: frozenset[str]) -> Iterator[Candidate]:
+    for each in roundings:
+        on_host, on_device = partial(gpu_on_host, each), partial(gpu_on_device, each)
+        yield Candidate(each.name, implementations, each.powers, on_host, on_device)
+
+
 class Adam(ReplayableOptimizer[AdamStep]):
-    """Adam on a CPU: fused, foreach and one tensor at a time; amsgrad and maximize."""
+    """Adam: fused, foreach and one tensor at a time; amsgrad and maximize; on a CPU, and by candidates on a GPU."""
 
     kind = "torch.optim.adam.Adam"
     state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -68,6 +94,7 @@ class Adam(ReplayableOptimizer[AdamStep]):
         Form("torch_tiles", torch_tiles, SEPARATE, None, "torch"),
         Form("reference", partial(fused, "reference"), FUSED, X86, automatic=False),
     )
+    candidates = (*candidates_of(gpu_adam.FUSED, FUSED), *candidates_of(gpu_adam.OPERATIONS, SEPARATE))
 
     def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
         for variant in ("differentiable", "capturable"):
@@ -116,6 +143,13 @@ class Adam(ReplayableOptimizer[AdamStep]):
                     "amsgrad": amsgrad,
                     "maximize": maximize,
                 }
+
+    def trials(self) -> Iterator[Trial]:
+        return adam_trials(list(self.variants()))
+
+    def betas(self, options: Mapping[str, Any]) -> tuple[float, ...]:
+        beta1, beta2 = options["betas"]
+        return float(beta1), float(beta2)
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         return {"foreach": implementation == "foreach", "fused": implementation == "fused"}

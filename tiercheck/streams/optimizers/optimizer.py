@@ -11,9 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.gpu_adam import Powers
 from tiercheck.kernels.gradients import Gradient
 
-__all__ = ["FUSED", "SEPARATE", "X86", "Array", "Form", "Function", "ReplayableOptimizer", "State"]
+__all__ = [
+    "FUSED",
+    "SEPARATE",
+    "X86",
+    "Array",
+    "Candidate",
+    "Form",
+    "Function",
+    "OnDevice",
+    "ReplayableOptimizer",
+    "State",
+    "Trial",
+]
 
 Array: TypeAlias = NDArray[np.float32]
 State: TypeAlias = Mapping[str, Array]
@@ -25,6 +38,9 @@ S = TypeVar("S")
 Function: TypeAlias = Callable[[Array, State, Sequence[Gradient], Sequence[Any]], None]
 """``function(param, state, gradients, steps)`` applies the steps in order, in place. All arrays are 1-D, fp32,
 contiguous and of one size. A gradient may be a :class:`~tiercheck.kernels.SparseGradient`."""
+
+OnDevice: TypeAlias = Callable[..., None]
+"""``function(param, state, gradients, steps, stream=stream)``: the same on device arrays, put into a stream."""
 
 FUSED = frozenset({"fused"})
 SEPARATE = frozenset({"single_tensor", "foreach"})
@@ -51,6 +67,34 @@ class Form:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way in which an optimizer that steps on a GPU may round. Which one it follows, if any, is found by experiment
+    on the device (:mod:`tiercheck.streams.optimizers.stand_in`)."""
+
+    name: str
+    implementations: frozenset[str]
+    """Which implementations of the optimizer may follow it."""
+    powers: type[np.float32] | type[np.float64] | None
+    """In which type the device computes the powers of the optimizer's betas; ``None``: the host does."""
+    on_host: Callable[[Powers], Function]
+    """The kernel that replays on a processor, given the powers."""
+    on_device: Callable[[Powers], OnDevice]
+    """The kernel that replays on the GPU. Errors: ``ConfigurationError`` if what it needs is not installed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Steps that tell candidates apart, from a state that is planted: the optimizer's own first step is not in it."""
+
+    options: Mapping[str, Any]
+    count: int
+    """The steps that the parameter has had."""
+    held: Mapping[str, Array]
+    """``param``, and the arrays of the state by name."""
+    gradients: Sequence[Array]
+
+
+@dataclass(frozen=True)
 class ReplayableOptimizer(abc.ABC, Generic[S]):
     """One optimizer class whose steps kernels can take.
 
@@ -67,6 +111,8 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
     """The tensor of its state that counts the parameter's steps, if there is one."""
     forms: ClassVar[tuple[Form, ...]]
     """The exact ones, in order of preference; the reference last."""
+    candidates: ClassVar[tuple[Candidate, ...]] = ()
+    """How it may round on a GPU, the likeliest first. Without any, only its own call replays what ran there."""
 
     @abc.abstractmethod
     def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
@@ -98,6 +144,14 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
         zero. Each step multiplies it by beta, and adds ``1 - beta`` times a number that does not depend on it. Empty:
         that is not known, or the optimizer keeps other arrays besides."""
         return {}
+
+    def trials(self) -> Iterator[Trial]:
+        """What tells the :attr:`candidates` apart. No two of them may give the same bits in all of it."""
+        return iter(())
+
+    def betas(self, options: Mapping[str, Any]) -> tuple[float, ...]:
+        """Of which numbers the device computes powers for a step with these options."""
+        return ()
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         """Keyword arguments that make the optimizer's class run this implementation."""

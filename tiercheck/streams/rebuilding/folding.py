@@ -27,6 +27,7 @@ from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.optimizers.stand_in import find_stand_in
 from tiercheck.streams.rebuilding.carry_over import options_at_end
 from tiercheck.streams.rebuilding.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.streams.records.audit import read_audit
@@ -35,12 +36,12 @@ from tiercheck.streams.records.constants import CarriedOn
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay.fidelity import Tally, reached
-from tiercheck.streams.replay.kernel_selection import InPlace, is_certified, kernel_for, stepped_tensors
+from tiercheck.streams.replay.kernel_selection import InPlace, OnDevice, is_certified, kernel_for, stepped_tensors
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import GradientsOnDemand, Step, decode_run
 from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.streams.tensors.as_bytes import given
-from tiercheck.streams.tensors.provider import Identity
+from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.types import Fidelity
 
 __all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
@@ -74,7 +75,8 @@ class TensorFolding:
                     f"no {identity.optimizer.kind} is registered where folds run (the group tiercheck.optimizers): "
                     "install there what registers it, too"
                 )
-            if not is_certified(identity.optimizer, held["hyperparameters"]) and self.certified:
+            certified = is_certified(identity.optimizer, held["hyperparameters"])
+            if not certified and (self.certified or identity.optimizer.device != HOST.type):
                 raise NotExact(f"no kernel is certified in this process for {identity.optimizer.kind} as it runs")
 
     def __call__(
@@ -144,6 +146,7 @@ def _folded(
     if kernel is None:
         state.copy_all()
         chain.call(state)
+        check_exact(began.identity, state.identity(), records)  # it says now whether a step was taken otherwise
         make: Callable[..., BaseCapture] = BaseCapture
     else:
         make = partial(ReplayedBase, replay=partial(chain.replay, kernel))
@@ -212,7 +215,7 @@ class _Chain:
             run = decode_run(self.records[at : at + STEPS_AT_ONCE], threads=self.threads)
             replayer.apply(replace(run, buffers={}))  # the state has the newest ones
 
-    def replay(self, kernel: InPlace, places: Mapping[str, torch.Tensor], copy: Copying) -> None:
+    def replay(self, kernel: InPlace | OnDevice, places: Mapping[str, torch.Tensor], copy: Copying) -> None:
         """Copy each master and its state to its places, and replay all steps on them there: it is in the processor's
         caches then. ``places``, ``copy``: by the names in the base."""
         names = {
@@ -261,11 +264,23 @@ def check_exact(saved: Identity, here: Identity, records: Sequence[Differential]
             raise refusal("; ".join(notes))
 
 
+def check_stand_in(optimizer: OptimizerIdentity, options: Sequence[Mapping[str, Any]]) -> None:
+    """Find the kernel on the host that has the bits of an optimizer on this process's GPU: from here on its bases name
+    it. Errors: ``ConfigurationError`` if there is none."""
+    try:
+        find_stand_in(optimizer.kind, optimizer.implementation, options, optimizer.device)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"the optimizer steps on {optimizer.device}, bases are folded on the host, and {error}"
+        ) from error
+
+
 def check_foldable(
-    identity: Identity, config: CheckpointConfig, certified: Sequence[Mapping[str, Any]] | None = None
+    identity: Identity, config: CheckpointConfig, options: Sequence[Mapping[str, Any]], *, certified: bool
 ) -> None:
-    """``certified``: the options of the parameter groups, if a kernel must be certified for them. Errors:
-    ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has."""
+    """``options``: of the parameter groups. ``certified``: a kernel must be certified for them. Errors:
+    ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has. An optimizer on a GPU is
+    compared with the kernels that may stand in for it, which takes seconds, once a process."""
     fix = 'leave bases at "capture"'
     if config.codec in SNAPSHOT_CODECS:
         raise ConfigurationError(f"the codec {config.codec!r} makes snapshots, which no base is folded of: {fix}")
@@ -274,18 +289,15 @@ def check_foldable(
         raise ConfigurationError(f"a base holds what {config.codec!r} has left out, which nothing else records: {fix}")
     if encoding.fidelity is not Fidelity.EXACT and not config.train_on_compressed:
         raise ConfigurationError(f"gradients by the codec {config.codec!r} do not lead to the bits of the state: {fix}")
-    if identity.optimizer.device != HOST.type:
-        raise ConfigurationError(
-            f"the optimizer steps on {identity.optimizer.device}, and bases are folded on the host, where a step may "
-            f"give other bits: {fix}"
-        )
     try:
         check_replayable(identity)
+        if identity.optimizer.device != HOST.type:
+            check_stand_in(identity.optimizer, options)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}: {fix}") from error
-    if certified is not None:
+    if certified:
         kind = identity.optimizer.kind
         if (optimizer := find_optimizer(kind)) is None:
             raise ConfigurationError(f"no kernel stands for {kind}: {fix}")
-        if reasons := [why for group in certified if (why := optimizer.reason_not_replayable(group))]:
+        if reasons := [why for group in options if (why := optimizer.reason_not_replayable(group))]:
             raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}: {fix}")

@@ -20,9 +20,12 @@ from tiercheck.format.container import Shard
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.optimizers.certification import class_of
+from tiercheck.streams.optimizers.optimizer import ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.records.base import BaseState, read_base
 from tiercheck.streams.records.expected import Expected
+from tiercheck.streams.replay.kernel_selection import kernel_for, stand_in_replay
+from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
 from tiercheck.streams.tensors.provider import (
@@ -103,6 +106,8 @@ class StoredState(StateProvider):
         self._options: list[dict[str, Any]] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._host_state: Mapping[str, Any] = {}
+        self._called = False
+        """Whether an optimizer here took a step that another device's had taken."""
 
     @property
     def _saved(self) -> Identity:
@@ -110,11 +115,20 @@ class StoredState(StateProvider):
         return self._identity
 
     def identity(self) -> Identity:
-        """The saved one, with the optimizer as it runs here; where that cannot be had, nothing can be replayed."""
+        """The saved one, with the optimizer as it runs here; where that cannot be had, nothing can be replayed. If a
+        kernel here stands in for an optimizer that ran on a GPU, the steps are that one's."""
+        if self._stands_in:
+            return self._saved
         try:
             return replace(self._saved, optimizer=OptimizerIdentity.of(self.optimizer, HOST))
         except ConfigurationError:
             return self._saved
+
+    @property
+    def _stands_in(self) -> bool:
+        """Whether all steps so far had the bits of the optimizer on its GPU, and further ones can have."""
+        saved = self._saved.optimizer
+        return not self._called and stand_in_replay(find_optimizer(saved.kind), saved) is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -194,6 +208,9 @@ class StoredState(StateProvider):
 
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
         check_replayable(self._saved)
+        if self._stands_in and self._step_by_stand_in(gradients, hyperparameters):
+            return
+        self._called = True
         optimizer = self.optimizer
         for group, options in zip(optimizer.param_groups, hyperparameters, strict=True):
             set_options(group, on_host(options))
@@ -205,8 +222,34 @@ class StoredState(StateProvider):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    def _step_by_stand_in(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> bool:
+        """Take the step by the kernel that stands in, which begins with moments of zeros. Whether it could."""
+        replayable = find_optimizer(self._saved.optimizer.kind)
+        assert replayable is not None, "something stands in for it"
+        before = self._options, dict(self._states)
+        self._options = [dict(options) for options in hyperparameters]
+        step = Step(0, self._options, gradients)
+        for name in gradients:
+            options = self._options[self._group_of[name]]
+            if name not in self._states and replayable.reason_not_replayable(options) is None:
+                self._states[name] = first_state(replayable, options, self._masters[name])
+        kernel = kernel_for(self, [step])
+        if kernel is None:
+            self._options, self._states = before
+            return False
+        kernel(self, [step], threads=1)
+        return True
+
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         self._host_state = state
+
+
+def first_state(
+    replayable: ReplayableOptimizer[Any], options: Mapping[str, Any], master: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What an optimizer with candidates holds for a parameter before its first step: a count, and zeros."""
+    zeros = {name: torch.zeros_like(master) for name in replayable.needs(replayable.step(options, 1))}
+    return {**({} if replayable.counter is None else {replayable.counter: torch.zeros(())}), **zeros}
 
 
 class StoredReader(TensorReader):

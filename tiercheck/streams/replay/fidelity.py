@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiercheck.streams.codecs import Encoding, fidelity_of
@@ -107,7 +107,7 @@ def reached(
     if doubted := doubts.notes(replayed=tally.versions > 0):
         fidelity = Fidelity.APPROXIMATE
         notes += doubted
-    before, now = asdict(saved.optimizer), asdict(here.optimizer)
+    before, now = (asdict(replace(each.optimizer, stand_in=None)) for each in (saved, here))
     changed = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in before if before[name] != now[name])
     if tally.versions and changed:
         fidelity = Fidelity.APPROXIMATE

@@ -26,6 +26,7 @@ import torch
 from tiercheck import schema
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Piece, Role, whole
+from tiercheck.streams.optimizers.stand_in import StandIn, known_stand_in
 from tiercheck.streams.replay.libraries import library_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, is_given
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
@@ -60,17 +61,22 @@ class OptimizerIdentity:
     library: str = ""
     """Where the optimizer is not torch's own: whose it is, and a digest of its code
     (:mod:`tiercheck.streams.replay.libraries`)."""
+    stand_in: StandIn | None = None
+    """The kernel on the host that has the bits of an optimizer on a GPU. It says how a step may be replayed, and
+    nothing of how it was taken."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
         kind: type = type(optimizer)
+        implementation = implementation_of(optimizer, device)
         return cls(
             kind=qualified(kind),
-            implementation=implementation_of(optimizer, device),
+            implementation=implementation,
             torch_version=str(torch.__version__),
             instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
             device=device.type,
             library=library_of(kind),
+            stand_in=None if device.type == "cpu" else known_stand_in(qualified(kind), implementation),
         )
 
     @classmethod

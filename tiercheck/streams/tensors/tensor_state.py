@@ -102,7 +102,7 @@ class TensorState:
         from tiercheck.streams.rebuilding.folding import TensorFolding, check_foldable  # which needs the reader below
 
         provider = self._provider
-        check_foldable(provider.identity(), self._config, provider.hyperparameters() if certified else None)
+        check_foldable(provider.identity(), self._config, provider.hyperparameters(), certified=certified)
         return TensorFolding(certified=certified)
 
     def conversion(self) -> Conversion:

@@ -60,11 +60,14 @@ def test_it_compiles_keeps_to_registers_and_rounds_as_it_is_written(nvrtc: Any, 
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert len(frames) >= len(compiled), architecture
         assert all(sizes == ("0", "0", "0") for sizes in frames), architecture
+    if source == "fast_adam":  # the one whose model approximates
+        assert re.findall(r"div\.approx\.ftz\.f32", ptx) and re.findall(r"sqrt\.approx\.ftz\.f32", ptx)
+        return
     arithmetic = r"^\s*(?:@!?%p\d+\s+)?((?:add|sub|mul|fma|mad|div|sqrt|rcp)\.\S*f(?:32|64))"
     operations = re.findall(arithmetic, ptx, re.M)
     assert not [operation for operation in operations if ".rn" not in operation]
     assert not re.findall(r"\.ftz|\.approx|\.full", ptx)
-    if source in ("adam", "torch_adam", "blocks"):
+    if source in ("adam", "gpu_adam", "blocks"):
         assert operations, "the pattern finds operations at all"
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.simulated_gpu import simulate, simulated
 from tests.training import memory
 from tests.unit.streams.rebuilding.test_stored import OPTIMIZERS
 from tiercheck.config import CheckpointConfig
@@ -20,9 +22,11 @@ from tiercheck.format import container
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.kernels.gpu_adam import FUSED
 from tiercheck.recording.bases import Bases
+from tiercheck.streams.optimizers.stand_in import known_stand_in
 from tiercheck.streams.rebuilding import folding
-from tiercheck.streams.rebuilding.folding import check_foldable, fold
+from tiercheck.streams.rebuilding.folding import TensorFolding, check_foldable, fold
 from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.state import NotExact
@@ -226,7 +230,7 @@ def test_nothing_keeps_the_memory_of_what_was_folded(optimizer: str, tmp_path: P
         ({}, {"codec": "snapshot"}, "makes snapshots"),
         ({}, {"codec": "nf4"}, "do not lead to the bits of the state"),
         ({}, {"codec": "nf4+feedback", "train_on_compressed": True}, "has left out"),
-        ({"device": "cuda"}, {}, "steps on cuda, and bases are folded on the host"),
+        ({"device": "cuda"}, {}, "steps on cuda, bases are folded on the host, and the optimizer could not be tried"),
         ({"kind": "mine.Odd"}, {}, "neither torch's nor registered"),
     ],
 )
@@ -236,9 +240,66 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     adam = {"kind": "torch.optim.adam.Adam", "device": "cpu"} | identity
     optimizer = OptimizerIdentity(adam["kind"], "single_tensor", torch.__version__, "", adam["device"])
     with pytest.raises(ConfigurationError, match=why) as refused:
-        check_foldable(Identity("torch", "", "", optimizer), CheckpointConfig(**config))
+        check_foldable(Identity("torch", "", "", optimizer), CheckpointConfig(**config), [], certified=False)
     assert 'leave bases at "capture"' in str(refused.value)
     check_foldable(
         Identity("torch", "", "", OptimizerIdentity("torch.optim.adam.Adam", "", "", "", "cpu")),
         CheckpointConfig(codec="nf4", train_on_compressed=True),
+        [],
+        certified=False,
     )
+
+
+class TestOfAGpu:
+    """An optimizer that steps on a GPU is simulated; the process that folds has none."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
+
+    @pytest.fixture
+    def make(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.optim.Optimizer]:
+        simulate(monkeypatch, "torch.optim.adamw.AdamW", FUSED[0])
+        made = simulated("torch.optim.adamw.AdamW", FUSED[0])
+        real = OptimizerIdentity.of
+
+        def there(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
+            found = real(optimizer, device)
+            if type(optimizer) is not made:
+                return found
+            known = known_stand_in(found.kind, "fused")
+            return replace(found, implementation="fused", device="cuda", instruction_set="Simulated", stand_in=known)
+
+        monkeypatch.setattr(OptimizerIdentity, "of", there)
+        return lambda groups: made(groups, **self.OPTIONS)
+
+    def test_a_fold_has_the_bytes_of_the_captured_base(
+        self, make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+    ) -> None:
+        """From before the first step, too: the kernel begins with moments of zeros."""
+        identity = OptimizerIdentity("torch.optim.adamw.AdamW", "fused", torch.__version__, "Simulated", "cuda")
+        options = [{"lr": 1e-3, "eps": 1e-8, **self.OPTIONS}]
+        check_foldable(Identity("torch", "", "", identity), CheckpointConfig(), options, certified=True)
+        saved = Saved(tmp_path, make)
+        TensorFolding(certified=True).prepare(saved.shard("base/000000000000"))
+        for start, stop in [(0, 1), (0, LAST), (1, 2), (3, 7)]:
+            assert saved.folded(start, stop) == saved.bytes_of(f"base/{stop:012}"), f"{start}..{stop}"
+
+    def test_without_a_stand_in_it_is_refused(
+        self, make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+    ) -> None:
+        saved = Saved(tmp_path, make)
+        with pytest.raises(NotExact, match="no kernel is certified in this process"):
+            TensorFolding(certified=False).prepare(saved.shard("base/000000000000"))
+        for start in (0, 3):
+            with pytest.raises(NotExact, match="another implementation"):
+                saved.folded(start, LAST)
+
+    def test_a_beta_that_was_not_there_at_the_start_is_refused(
+        self, make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+    ) -> None:
+        identity = OptimizerIdentity("torch.optim.adamw.AdamW", "fused", torch.__version__, "Simulated", "cuda")
+        options = [{"lr": 1e-3, "eps": 1e-8, **self.OPTIONS, "betas": (0.7, 0.97)}]
+        check_foldable(Identity("torch", "", "", identity), CheckpointConfig(), options, certified=True)
+        saved = Saved(tmp_path, make)
+        for start in (0, 3):
+            with pytest.raises(NotExact, match="another implementation"):
+                saved.folded(start, LAST)
