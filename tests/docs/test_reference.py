@@ -20,7 +20,9 @@ from tiercheck.agent.status.snapshot import AgentSnapshot, PeerSnapshot, RankSna
 from tiercheck.cli.commands import app
 from tiercheck.config import CheckpointConfig
 from tiercheck.demo.results.report import DemoResult
+from tiercheck.diagnostics.costs import Cost
 from tiercheck.diagnostics.doctor import Problem
+from tiercheck.diagnostics.gpu import GpuDiagnosis
 from tiercheck.diagnostics.measure import Point
 from tiercheck.replication.named_policies import InstalledPolicy
 from tiercheck.streams.codecs import codec_names
@@ -134,7 +136,7 @@ def test_the_fields_of_json() -> None:
         | of(Option, InstalledPolicy),
         "doctor": keys_in("tiercheck/cli/tiers.py", "doctor")
         | keys_in("tiercheck/diagnostics/doctor.py", "Diagnosis.to_object")
-        | of(Usage, Check, Problem, Capabilities),
+        | of(Usage, Check, Problem, Capabilities, GpuDiagnosis, Cost),
         "bench": keys_in("tiercheck/cli/tiers.py", "bench") | of(Point),
         **{name: keys_in("tiercheck/cli/as_json.py", function) for name, function in FUNCTIONS.items()},
     }

@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck.config import CheckpointConfig
+from tiercheck.diagnostics.costs import costs_of
 from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
 from tiercheck.diagnostics.fit import JobSize, fit, why_captured
+from tiercheck.diagnostics.gpu import GpuDiagnosis, examine_gpu
 from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
 from tiercheck.opening.room import rooms_text
@@ -72,7 +74,10 @@ def abilities(capabilities: Capabilities | None) -> str:
 
 
 def doctor(
-    urls: URLS,
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(help="Tier URLs, such as shm://run or s3://bucket/run; without any: the GPU alone."),
+    ] = None,
     measure_s: Annotated[float, typer.Option(help="Seconds spent on measuring each; 0: none.", min=0)] = 5.0,
     parameters: Annotated[float, typer.Option(help="Say what each tier will hold of a job: a rank's.", min=0)] = 0,
     ranks: Annotated[int, typer.Option(help="Its ranks on a node.", min=1)] = 1,
@@ -85,23 +90,28 @@ def doctor(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
+    """Look for a GPU, open each tier, check that it keeps its word, and measure both. What a tier holds is left alone.
 
     With --parameters (of a rank, with Adam in fp32) the tiers are taken for a job's, fastest first: it says what each
-    of them will hold, and what it has room for.
+    of them will hold, what it has room for, and what a version would cost here.
 
     Exits with 1 if a tier cannot be used, does not do what it claims, or has no room for the least that it must hold.
     """
     console = Console(stderr=as_json)
     diagnoses = []
-    for url in urls:
+    with console.status("looking for a GPU"):
+        gpu = examine_gpu()
+    if not as_json:
+        show_gpu(console, gpu)
+    for url in urls or []:
         with console.status(f"examining {shown(url)}"):
             diagnoses.append(asyncio.run(examine(url, measure_s=measure_s)))
         if not as_json:
             show(console, diagnoses[-1])
     job = JobSize(int(parameters), ranks, nodes, gradient_bytes, base_every, folds)
     unopened = [each.url for each in diagnoses if each.capabilities is None]
-    rooms = fit(job, diagnoses) if parameters and not unopened else []
+    rooms = fit(job, diagnoses) if parameters and diagnoses and not unopened else []
+    costs = costs_of(job, gpu, diagnoses) if parameters else []
     if parameters and unopened:
         reason = f"{' and '.join(unopened)} could not be opened"
         console.print(Text(f"what each tier will hold cannot be said: {reason}", style="red"))
@@ -110,15 +120,36 @@ def doctor(
         for found, room in zip(objects, rooms, strict=False):
             found["holds"] = {"least": room.least_nbytes, "usual": room.usual_nbytes, "ranks": room.ranks}
             found["captures"] = why_captured(job, diagnoses)
+        for found in objects or (objects := [{}]):
+            found["device"] = gpu.to_object()
+            found["costs"] = [each.to_object() for each in costs if each.place in ("device", found.get("url"))]
         typer.echo(json.dumps(objects))
     elif rooms:
         console.print(Text(rooms_text(rooms)))
         why = why_captured(job, diagnoses)
         console.print(Text(f"bases are taken for {f'captured: {why}' if why else 'folded'}"))
+    if not as_json:
+        for cost in costs:
+            console.print(Text(str(cost)))
     for room in (full := [each for each in rooms if not each.holds_least]):
         console.print(Text(f"{room.url} has no room for the least that it must hold", style="red"))
     if full or not all(diagnosis.healthy for diagnosis in diagnoses):
         raise typer.Exit(1)
+
+
+def show_gpu(console: Console, found: GpuDiagnosis) -> None:
+    if found.obstacle:
+        console.print(Text(f"no GPU: {found.obstacle}"))
+        return
+    console.print(Text(found.name, style="bold"))
+    facts = plain_table("", "")
+    facts.show_header = False
+    facts.add_row("memory", bytes_text(found.memory_nbytes))
+    facts.add_row("CUDA", f"driver for {found.driver}, runtime {found.runtime or 'not installed as a package'}")
+    facts.add_row("into memory", f"{bytes_text(int(found.pageable_bytes_per_s))}/s")
+    pinned = f"{bytes_text(int(found.pinned_bytes_per_s))}/s"
+    facts.add_row("into pinned memory", found.pinning_obstacle or pinned)
+    console.print(facts)
 
 
 def show(console: Console, found: Diagnosis) -> None:
