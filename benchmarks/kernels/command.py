@@ -19,6 +19,9 @@ ELEMENTS_MIN = 1 << 16
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="figures to measure: 'compaction,replay.*'")
+    parser.add_argument(
+        "--device", choices=("any", "cuda"), default="any", help="cuda: the figures of a GPU, which must be there (any)"
+    )
     parser.add_argument("--elements", type=elements, default=100 * MILLION, help="of a gradient (100000000)")
     parser.add_argument("--replay-elements", type=elements, default=12 * MILLION, help="of a replay (12000000)")
     parser.add_argument("--pairs", type=pair_count, default=9, help=f"pairs a ratio, at least {PAIRS_MIN} (9)")
@@ -45,12 +48,22 @@ def thread_counts(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Errors: a pattern that no figure matches is wrong usage: exit code 2."""
+    """Errors: a pattern that no figure matches is wrong usage, and so is a device that is not there: exit code 2."""
     from benchmarks.kernels.figures import FIGURES
     from benchmarks.kernels.settings import KernelSettings
     from benchmarks.training import SetUp
 
     figures = chosen_figures(FIGURES, arguments.only)
+    if arguments.device == "cuda":
+        from benchmarks.figures import Unavailable
+        from benchmarks.kernels.device import cupy_with_device
+
+        figures = tuple(item for item in figures if item.name.startswith("gpu."))
+        try:
+            cupy_with_device()
+        except Unavailable as error:
+            progress(f"error: --device cuda measures on a GPU, and {error}")
+            return 2
     if not figures:
         progress(f"error: no figure matches {arguments.only!r}; there are: {', '.join(item.name for item in FIGURES)}")
         return 2

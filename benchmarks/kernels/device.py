@@ -129,6 +129,40 @@ async def quantisation(settings: KernelSettings, *, name: str, decode: bool) -> 
     return await against_copy(settings, cupy, stream, work, nbytes, relative_error=error)
 
 
+async def replay_as_torch(settings: KernelSettings, *, steps: int) -> Measured:
+    """The candidate that torch's fused optimizer follows on this GPU. Errors: ``Unavailable`` if none does."""
+    cupy = cupy_with_device()
+    from tiercheck.errors import ConfigurationError
+    from tiercheck.kernels import cuda
+    from tiercheck.kernels.gpu_adam import ROUNDINGS
+    from tiercheck.streams.optimizers.stand_in import find_stand_in
+
+    options = steps_of(steps)
+    groups = [{"lr": 1e-3, "betas": (options[0].beta1, options[0].beta2), "eps": 1e-8, "weight_decay": 0.1}]
+    try:
+        found = find_stand_in("torch.optim.adamw.AdamW", "fused", groups, "cuda")
+    except ConfigurationError as error:
+        raise Unavailable(str(error)) from None
+    harvested, elements = harvest(settings.setup), settings.elements
+    start = start_of(harvested, elements)
+    stream = cuda.low_priority_stream()
+    with stream:
+        state = [cupy.asarray(array) for array in start]
+        dense = harvested.dense
+        gradients = [cupy.asarray(repeated(dense[n % len(dense)], elements)) for n in range(steps)]
+        how: Any = {"rounding": ROUNDINGS[found.candidate], "powers": found.powers, "stream": stream}
+        param, *moments = state
+
+        def work() -> None:
+            cuda.replay_gpu_adam(param, moments[0], moments[1], gradients, options, **how)
+
+        work()
+    nbytes = (6 + steps) * start[0].nbytes
+    return await against_copy(
+        settings, cupy, stream, work, nbytes, steps=steps, elements=elements, candidate=found.candidate
+    )
+
+
 async def replay(settings: KernelSettings, *, steps: int) -> Measured:
     """Checked against the processor's kernel, bit for bit."""
     cupy = cupy_with_device()
@@ -176,5 +210,14 @@ FIGURES: tuple[Figure[KernelSettings], ...] = (
             0.8 if steps <= 5 else None,
         )
         for steps in (1, 2, 5, 10)
+    ),
+    *(
+        Figure(
+            f"gpu.replay.as_torch.n{steps}/copy",
+            f"{steps} steps of torch's fused AdamW on this GPU, replayed there in one pass",
+            partial(replay_as_torch, steps=steps),
+            0.8,
+        )
+        for steps in (1, 2, 5)
     ),
 )

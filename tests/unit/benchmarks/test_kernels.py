@@ -230,3 +230,16 @@ def test_small_numbers_keep_their_digits() -> None:
     assert rounded(123456.7) == 123457
     assert ratio_text(0.0123) == "0.0123"
     assert ratio_text(12.341) == "12.34"
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        cupy_with_device()
+    except Unavailable:
+        pass
+    else:
+        pytest.skip("there is a GPU")
+    assert main(["kernels", "--quick", "--device", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert "error: --device cuda measures on a GPU, and " in printed.err
+    assert "/copy" not in printed.out
