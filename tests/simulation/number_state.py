@@ -335,6 +335,12 @@ class NumberBase:
         self._writing.add("weight", self._stream.state.weight)
         self._writing.add("momentum", self._stream.state.momentum)
 
+    def let_change(self) -> bool:
+        return self.disturbed
+
+    def arrive(self) -> None:
+        pass
+
     def finish(self) -> int:
         return self._writing.finish(self._stream.metadata(self.key), *self._objects.values())
 

@@ -33,8 +33,8 @@ class CopiedBase:
 class BaseInFlight:
     version: int
     capture: StateCapture
-    copied: Future[bool]
-    """Done when the state may change again. Its result: whether the state has changed before that."""
+    copied: Future[None]
+    """Done when the state may change again, after ``capture.let_change()``."""
     published: Future[CopiedBase]
     """Done when the base is in the first tier, or given up."""
 
@@ -65,7 +65,7 @@ class BaseCopier:
     ) -> BaseInFlight:
         """``constants``: room for those that the capture brings. ``lazily``: while the next forward and backward pass
         run."""
-        copied: Future[bool] = Future()
+        copied: Future[None] = Future()
         made = self._scheduler.beside(lambda: _copy(capture, reservation, constants, copied, lazily))
         published = self._scheduler.start(self._publish(made, reservation, constants))
         self._newest = BaseInFlight(version, capture, copied, published)
@@ -104,7 +104,7 @@ def _copy(
     capture: StateCapture,
     reservation: Reservation,
     constants: Reservation | None,
-    copied: Future[bool],
+    copied: Future[None],
     lazily: bool,
 ) -> _Copied:
     try:
@@ -112,7 +112,8 @@ def _copy(
             capture.constants.copy(constants.buffer)
         capture.copy(reservation.buffer)
     finally:
-        copied.set_result(capture.disturbed)
+        copied.set_result(None)
+        capture.arrive()  # also after an error: what is on its way lands in this memory
     if capture.disturbed:
         return _Copied(CopiedBase(None, capture.unexpected))
     constants_nbytes = capture.constants.finish() if capture.constants is not None else 0

@@ -220,7 +220,8 @@ class Bases:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
 
     async def finish_copy(self) -> None:
-        """Wait until the lazy copy of a base has read the state, so that the state may change.
+        """Wait until the lazy copy of a base has read the state, so that the state may change. What is on a device may
+        still be read: then what this thread puts into the device's stream comes behind that.
 
         Errors: ``SaveError``.
         """
@@ -229,7 +230,7 @@ class Bases:
         began, base = self._scheduler.time(), self.in_flight
         if not await self._scheduler.ends(base.copied, self._config.deadline_s):
             raise SaveError(f"base {base.version} was not copied within {self._config.deadline_s:g} s")
-        if base.copied.result():
+        if base.capture.let_change():
             self._modes.copying.on(CopyingEvent.WRITTEN)  # the warning comes when the base is given up, and only then
         self._saves.count(base_stall_s=self._scheduler.time() - began)
         if base.published.done():

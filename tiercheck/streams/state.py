@@ -135,7 +135,7 @@ class StateCapture(Protocol):
 
     @property
     def disturbed(self) -> bool:
-        """Whether the state was written to before :meth:`copy` had returned: then the copy is of no one moment. After
+        """Whether the state was written to before it was read: then the copy is of no one moment. After
         :meth:`finish` also if what the base refers to is of other bits. Such a base is none."""
         ...
 
@@ -150,7 +150,17 @@ class StateCapture(Protocol):
         ...
 
     def copy(self, memory: memoryview) -> None:
-        """Copy the state, in any thread. It may change from the return on."""
+        """Copy the state, in any thread. It may change from the return on, after :meth:`let_change`."""
+        ...
+
+    def let_change(self) -> bool:
+        """In training's thread, after :meth:`copy` and before the state changes: what is still on its way from a device
+        is ordered before what follows. Does not wait. Returns :attr:`disturbed` as far as can be told now. A fold has
+        nothing on its way, and is not asked."""
+        ...
+
+    def arrive(self) -> None:
+        """In the thread of :meth:`copy`, and after it: wait for what is still on its way. A fold is not asked."""
         ...
 
     def finish(self) -> int:

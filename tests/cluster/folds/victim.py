@@ -63,6 +63,12 @@ class Copied:
     def copy(self, memory: memoryview) -> None:
         memory[: len(self._content)] = self._content
 
+    def let_change(self) -> bool:
+        return self.disturbed
+
+    def arrive(self) -> None:
+        pass
+
     def finish(self) -> int:
         return len(self._content)
 

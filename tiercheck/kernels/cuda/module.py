@@ -11,7 +11,8 @@ import importlib.resources
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -31,8 +32,8 @@ __all__ = [
     "grid_for",
     "launch",
     "low_priority_stream",
-    "stream_of",
     "text_of",
+    "torch_stream",
     "warm_up",
 ]
 
@@ -175,9 +176,11 @@ def low_priority_stream() -> Stream:
     return cupy.cuda.Stream(non_blocking=True, priority=LOWEST)
 
 
-def stream_of(pointer: int, device: int) -> Stream:
-    """Another library's stream on this device, by its address: 0 is the default stream."""
-    return cupy.cuda.ExternalStream(pointer, device)
+@contextmanager
+def torch_stream(pointer: int, device: int) -> Iterator[Stream]:
+    """A stream of torch's, by its ``cuda_stream``, for launches inside of the context. It remains torch's."""
+    with cupy.cuda.Device(device):
+        yield cupy.cuda.ExternalStream(pointer, device)
 
 
 def borrow(tensor: Any, stream: Stream) -> DeviceArray:

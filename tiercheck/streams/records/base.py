@@ -18,6 +18,7 @@ theirs. By the digests in ``blocks`` a part of a long tensor is verified without
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -43,6 +44,9 @@ from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.format.index.message import INDEX, plain_index
 from tiercheck.format.references import REFERENCES, References, read_references, referred
 from tiercheck.keys import ShardKey
+from tiercheck.streams.device.protocol import Device
+from tiercheck.streams.device.reading import Reading, cloned
+from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
 from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, given, tensor_in
@@ -113,8 +117,11 @@ class BaseCapture:
     """A base on its way into the first tier's memory.
 
     Made right after iteration v. What the next forward pass may change (buffers, host state) is taken at
-    once; masters, optimizer state and residuals stand still until the next step, so :meth:`copy` may take them during
-    the next forward and backward pass, on another thread, and must have returned before that step.
+    once; masters, optimizer state, frozen parameters and residuals stand still until the next step, so :meth:`copy` may
+    take them during the next forward and backward pass, on another thread, and must have returned before that step.
+    Training's thread calls :meth:`let_change` before it; the other thread calls :meth:`arrive` before :meth:`finish`.
+    What is on ``device`` is read where training's stream stood when this was made, by a stream of its own, and the step
+    comes behind that by an event.
 
     ``host_state`` is the provider's where it is not given. ``expected`` has the checksums that tensors and objects of
     the base are to have, by their names in it: :meth:`finish` compares them with the copy's. ``audited``: they are of
@@ -135,6 +142,7 @@ class BaseCapture:
         index: PackedIndex | None = None,
         constants: Constants | None = None,
         audited: bool = False,
+        device: Device | None = None,
     ) -> None:
         everything, values = tensors_of(provider)
         everything |= {f"residual/{name}": tensor for name, tensor in residuals.items()}
@@ -142,13 +150,16 @@ class BaseCapture:
         self._later = later = {name: tensor for name, tensor in everything.items() if name not in extras}
         self._known = constants
         trained_nbytes = nbytes_of(self._later.values())
-        self._split = constants.split(trained_nbytes) if constants is not None else Split(extras, {}, {}, {})
-        self.constants, live = made_of(self._split, provider, key, world_size, token)
+        self._split = split = constants.split(trained_nbytes) if constants is not None else Split(extras, {}, {}, {})
+        self.constants, live = made_of(split, provider, key, world_size, token, device)
         """New ones: they are to be copied before the base, finished before it, and published before it."""
         self.key = replace(key, refers_to=self._refers_to())
         self._metadata = ShardMetadata.of(self.key, world_size, token)
-        self._at_once = {name: tensor.clone() for name, tensor in self._split.inline.items()}
-        tensors = {**self._at_once, **self._later}
+        frozen = {EXTRA + name for name in provider.frozen()}
+        self._at_once = {name: cloned(each, device) for name, each in split.inline.items() if name not in frozen}
+        later.update((name, each) for name, each in split.inline.items() if name in frozen)
+        tensors = {**split.inline, **later}
+        self._on_device = frozenset(name for name, each in tensors.items() if device and device.holds(each))
         held = {
             "identity": schema.plain(provider.identity()),
             OPTIMIZER: optimizer_object(provider, values),
@@ -159,9 +170,11 @@ class BaseCapture:
         self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
             {name: tuple(tensor.shape) for name, tensor in everything.items()}
         )
-        self._watch = Watch(lambda: {**later, **live})  # not by way of self: nothing is kept beyond the capture
+        # Not by way of self: nothing is kept beyond the capture.
+        self._watch = Watch(lambda: {**later, **live}, device)
         self.disturbed = False
-        """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
+        """Whether somebody wrote to the state before it was read: then the copy is of no one moment. It is final when
+        :meth:`arrive` has returned."""
         self._expected = dict(expected or {})
         self.audited = audited
         self._blocks = {name: spec.nbytes for name, spec in self._specs.items() if spec.nbytes > BLOCK_NBYTES}
@@ -172,6 +185,13 @@ class BaseCapture:
         """After :meth:`finish`: the masters, and what else by its name in the base, whose content is not the expected
         one."""
         self._writer: ShardWriter | None = None
+        self._reading = None if device is None else Reading(device)
+        if self.constants is not None:
+            self.constants.reading = self._reading
+        self._comparison: Comparison | None = None
+        self._deciding = threading.Lock()
+        self._decided = device is None
+        """Whether it was looked who had written to the state while it was read."""
 
     @property
     def nbytes_max(self) -> int:
@@ -183,17 +203,50 @@ class BaseCapture:
         return shard_nbytes(self._specs.values(), objects)
 
     def copy(self, memory: memoryview) -> None:
-        """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
+        """Copy the state into ``memory``. Blocking; call it once. What is on a device may still be on its way when this
+        returns. The state may change from its return on, after :meth:`let_change`."""
+        reading = self._reading
         for name, place in self._places_in(memory).items():
-            place.copy_(self._source(name))
-        self.disturbed = bool(self._watch.written())
+            if reading is not None and name in self._on_device:
+                reading.copy(place, self._source(name))
+            else:
+                place.copy_(self._source(name))
+        if reading is None:
+            self.disturbed = bool(self._watch.written())
+        else:
+            self._comparison = self._watch.compared_in(reading.stream)
+
+    def let_change(self) -> bool:
+        """In training's thread, when :meth:`copy` has returned and before the state changes: what this thread puts into
+        its stream from now on comes behind the reading. The host does not wait. Returns whether it is disturbed as far
+        as can be told now."""
+        self._decide()
+        if self._reading is not None:
+            self._reading.hold_back()
+        return self.disturbed
+
+    def arrive(self) -> None:
+        """In the thread of :meth:`copy`: wait until everything is in host memory. :attr:`disturbed` is final then."""
+        if self._reading is None:
+            return
+        self._reading.arrive()
+        self._decide()
+        if self._comparison is not None and self._comparison.differing():
+            self.disturbed = True
+
+    def _decide(self) -> None:
+        """Whether somebody has written to the state so far. Asked once: before the next step, which writes to it, or
+        when everything was read, whichever comes first. A write that comes later comes behind the reading."""
+        with self._deciding:
+            if not self._decided:
+                self._decided = True
+                self.disturbed = self.disturbed or bool(self._watch.counted())
 
     def _places_in(self, memory: memoryview) -> dict[str, torch.Tensor]:
         """Where each tensor is to be copied. Nobody may keep one of these beyond :meth:`finish`."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
         places: dict[str, torch.Tensor] = {}
-        for name in (*self._at_once, *self._later):
-            spec = self._specs[name]
+        for name, spec in self._specs.items():
             slot = writer.slot(name, spec.dtype, spec.shape)
             places[name] = tensor_in(slot, spec.dtype, spec.shape, what=name)
             if name in self._expected or name in self._blocks:

@@ -32,6 +32,8 @@ from tiercheck.format.host_state import pack
 from tiercheck.format.index.logical import EXTRA
 from tiercheck.format.references import Reference, References
 from tiercheck.keys import ShardKey
+from tiercheck.streams.device.protocol import Device
+from tiercheck.streams.device.reading import Reading, cloned
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch
@@ -89,14 +91,15 @@ class Split:
 class Constants:
     """A rank's newest constants, and what may be some."""
 
-    def __init__(self, provider: StateProvider) -> None:
+    def __init__(self, provider: StateProvider, device: Device | None = None) -> None:
         self.key: ShardKey | None = None
         """``None``: there are none that a base may refer to."""
         self.token = ""
         """Of the generation that wrote them."""
         self._tensors: Mapping[str, Reference] = {}
         self._provider = provider
-        self._watch = Watch(provider.frozen)
+        # Samples are of no use: all bits are compared beside training.
+        self._watch = Watch(provider.frozen, device)
         self._differing: set[str] = set()
         """Frozen parameters that are known to differ from what the constants hold."""
         self.unsettled = False
@@ -130,7 +133,7 @@ class Constants:
         frozen = {EXTRA + name: tensor for name, tensor in self._provider.frozen().items()}
         buffers = {EXTRA + name: tensor for name, tensor in self._provider.buffers().items()}
         found = {name: checksum(tensor) for name, tensor in buffers.items()}
-        self._differing.update(EXTRA + name for name in self._watch.written())
+        self._differing.update(EXTRA + name for name in self._watch.counted())
         self._watch.mark()
         unverified = {name: each for name, each in frozen.items() if name not in self._differing}
         written = self._differing & self._tensors.keys()
@@ -180,7 +183,7 @@ class CarriedOn(Constants):
 
 
 def made_of(
-    split: Split, provider: StateProvider, key: ShardKey, world_size: int, token: str
+    split: Split, provider: StateProvider, key: ShardKey, world_size: int, token: str, device: Device | None = None
 ) -> tuple[ConstantsCapture | None, dict[str, torch.Tensor]]:
     """The new constants that a base brings, if any, and the live tensors among them: what a forward pass may change is
     taken at once, frozen parameters while it runs."""
@@ -188,9 +191,10 @@ def made_of(
         return None, {}
     frozen = {EXTRA + name for name in provider.frozen()}
     live = {name: tensor for name, tensor in split.made.items() if name in frozen}
-    tensors = {name: tensor if name in live else tensor.clone() for name, tensor in split.made.items()}
+    tensors = {name: tensor if name in live else cloned(tensor, device) for name, tensor in split.made.items()}
     own = ShardKey.constant(key.generation, key.first, key.rank)
-    return ConstantsCapture(own, tensors, world_size, token), live
+    there = frozenset(name for name, each in split.made.items() if device is not None and device.holds(each))
+    return ConstantsCapture(own, tensors, world_size, token, there), live
 
 
 def lies_as(tensor: torch.Tensor, held: Reference) -> bool:
@@ -200,8 +204,18 @@ def lies_as(tensor: torch.Tensor, held: Reference) -> bool:
 class ConstantsCapture:
     """New constants on their way into the first tier's memory: :meth:`copy`, then :meth:`finish`."""
 
-    def __init__(self, key: ShardKey, tensors: Mapping[str, torch.Tensor], world_size: int, token: str) -> None:
+    def __init__(
+        self,
+        key: ShardKey,
+        tensors: Mapping[str, torch.Tensor],
+        world_size: int,
+        token: str,
+        on_device: Collection[str] = (),
+    ) -> None:
+        """``on_device``: those that ``reading`` copies."""
         self.key = key
+        self.reading: Reading | None = None
+        self._on_device = on_device
         self._metadata = ShardMetadata.of(key, world_size, token)
         self._tensors = tensors
         specs = (TensorSpec(name, dtype_name(each, name), tuple(each.shape)) for name, each in tensors.items())
@@ -223,12 +237,17 @@ class ConstantsCapture:
         return shard_nbytes(self._specs.values(), {BLOCKS: len(pack(of_blocks))})
 
     def copy(self, memory: memoryview) -> None:
-        """Copy the tensors into ``memory``. Blocking; call it once."""
+        """Copy the tensors into ``memory``. Blocking; call it once. Those on a device have arrived when the base has
+        (:meth:`~tiercheck.streams.records.base.BaseCapture.arrive`)."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [BLOCKS]))
         for name, tensor in self._tensors.items():
             spec = self._specs[name]
             self._slots[name] = writer.slot(name, spec.dtype, spec.shape)
-            tensor_in(self._slots[name], spec.dtype, spec.shape, what=name).copy_(tensor)
+            place = tensor_in(self._slots[name], spec.dtype, spec.shape, what=name)
+            if self.reading is not None and name in self._on_device:
+                self.reading.copy(place, tensor)
+            else:
+                place.copy_(tensor)
         self._writer = writer
 
     def finish(self) -> int:

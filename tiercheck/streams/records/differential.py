@@ -37,6 +37,7 @@ from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_sparse, fidelity_of
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
+from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
 from tiercheck.streams.gradients.gathered import Gathered, GatheredGradients, check_trained
@@ -284,6 +285,7 @@ class DifferentialStream(IterationStream):
         *,
         train_on_compressed: bool = False,
         encode_threads: int = 1,
+        device: Device | None = None,
     ) -> None:
         self.masters = {
             name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
@@ -298,7 +300,7 @@ class DifferentialStream(IterationStream):
         expected = {name: NAMES[dtype] for name, dtype in provider.gradient_dtypes().items()}
         self.room = GradientRoom(self.encoder.codec, self.masters, expected)
         self._audit_nbytes = audit_nbytes_max(len(self.masters), len(extras_of(provider)))
-        super().__init__(provider, world_size)
+        super().__init__(provider, world_size, device=device)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
         return ShardKey.differential(generation, version, version, rank)

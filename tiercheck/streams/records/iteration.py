@@ -14,8 +14,11 @@ from tiercheck.format.container import PackedObject, Shard
 from tiercheck.format.index.logical import MASTER
 from tiercheck.format.references import References
 from tiercheck.keys import ShardKey
+from tiercheck.streams.device.cuda import device_of
+from tiercheck.streams.device.protocol import Device
+from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes
+from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes, tensors_of
 from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider
@@ -57,9 +60,18 @@ class IterationStream(abc.ABC):
     """Whether each record holds what those before it held since the base. Then it needs that base:
     :meth:`set_reference_base`."""
 
-    def __init__(self, provider: StateProvider, world_size: int) -> None:
+    def __init__(
+        self, provider: StateProvider, world_size: int, *, device: Device | None = None, defers: bool = False
+    ) -> None:
+        """``device``: where the state's tensors are, by default as torch has it. ``defers``: records of a state on a
+        device are closed beside training, and take :meth:`comparisons`; without it the host waits for the device
+        whenever the state is looked at. Errors: ``UnsupportedSetup`` if the tensors are on several devices."""
         self.provider = provider
         self.world_size = world_size
+        self.device = device or device_of(tensors_of(provider)[0].values())
+        """``None``: all of the state is on the host."""
+        self.defers = defers and self.device is not None
+        watched_on = self.device if self.defers else None
         self.token = ""
         """Of the generation that records: it is opened after this was made."""
         self.host_nbytes = 0
@@ -70,9 +82,10 @@ class IterationStream(abc.ABC):
         """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
         self._index = PackedIndex(provider)
-        self._constants = Constants(provider)
-        self._frozen = Watch(provider.frozen)
-        self._masters = Watch(provider.masters)
+        self._constants = Constants(provider, watched_on)
+        self._frozen = Watch(provider.frozen, watched_on)
+        self._masters = Watch(provider.masters, watched_on)
+        self._buffers_there = Watch(self._deferred_buffers, watched_on)
         self.packed_host_state()
         self._index.of_now()
         self.mark_recorded()
@@ -113,6 +126,7 @@ class IterationStream(abc.ABC):
             expected={f"{MASTER}{name}": content for name, content in (self.contents or {}).items()},
             index=self._index,
             constants=self._constants,
+            device=self.device,
         )
 
     @property
@@ -174,8 +188,12 @@ class IterationStream(abc.ABC):
 
     def mark_recorded(self) -> None:
         """The state as it is now is in a base: only what changes from here on matters."""
-        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
+        there = self._deferred_buffers()
+        here = {name: tensor for name, tensor in self.provider.buffers().items() if name not in there}
+        self._recorded = {name: content_of(tensor) for name, tensor in here.items()}
         self._frozen.mark()
+        self._buffers_there.mark()
+        self.comparisons()
 
     def frozen_changed(self) -> bool:
         """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
@@ -208,19 +226,38 @@ class IterationStream(abc.ABC):
     def written(self) -> tuple[str, ...]:
         """The names of all that was written to since :meth:`mark_stepped` or, if no optimizer updates it, the last
         base."""
-        return self._masters.written() + self._frozen.written()
+        return self._masters.counted() + self._frozen.counted()
+
+    def comparisons(self) -> list[Comparison]:
+        """What was left to be compared since this was called last, or a base began: by the samples of tensors on a
+        device. If any differ, something wrote past torch's counters, and the coming record does not lead to its
+        version."""
+        return [*self._masters.comparisons(), *self._frozen.comparisons(), *self._buffers_there.comparisons()]
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that differ from what was recorded; they count as recorded then, unless a record supersedes those
         before it, and has to hold them itself."""
         changed: dict[str, torch.Tensor] = {}
+        there = self._deferred_buffers()
+        if there:
+            changed = {name: there[name] for name in self._buffers_there.written() if name in there}
+            self._buffers_there.mark_seen()
         for name, tensor in self.provider.buffers().items():
+            if name in there:
+                continue
             content = content_of(tensor)
             if self._recorded.get(name) != content:
                 changed[name] = tensor
                 if not self.supersedes:
                     self._recorded[name] = content
         return changed
+
+    def _deferred_buffers(self) -> dict[str, torch.Tensor]:
+        """Those on a device, if the host must not wait for them: whether they have changed is told by torch's
+        counters."""
+        if self.device is None or not self.defers:
+            return {}
+        return {name: each for name, each in self.provider.buffers().items() if self.device.holds(each)}
 
 
 def content_of(tensor: torch.Tensor) -> str:

@@ -7,7 +7,8 @@ many. A write that leaves all of them as they were, such as a clamp that few ele
 (:class:`~tiercheck.streams.records.iteration.IterationStream`).
 
 The samples of all tensors on the host are taken by one call: a look at a tensor costs less than a microsecond, whatever
-its size.
+its size. Those of tensors on a device are taken where the stream stands, and compared later
+(:mod:`tiercheck.streams.device.samples`): :meth:`Watch.comparisons`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 from tiercheck.format.container import checksum_of
 from tiercheck.kernels.reference.gathering import bytes_at
+from tiercheck.streams.device.protocol import Device, Stream
+from tiercheck.streams.device.samples import Comparison, DeviceSamples, Sample
 from tiercheck.streams.tensors.as_bytes import STAND_INS, array_of, wrappers_of, writes_to
 
 __all__ = ["SAMPLES", "Unmoved", "Watch", "contents"]
@@ -49,6 +52,8 @@ class Seen(NamedTuple):
     samples: Sequence[bytes]
     by_tensor: Callable[[Sequence[bytes]], Sequence[bytes]]
     """The samples of each."""
+    on_device: Sample | None = None
+    """Of the tensors on a device."""
 
 
 def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -62,10 +67,15 @@ def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 class Watch:
-    """Remembers how the tensors that ``tensors`` returns are, and tells which of them were written to since."""
+    """Remembers how the tensors that ``tensors`` returns are, and tells which of them were written to since.
 
-    def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    ``device``: where some of them may be. Of these the samples are compared later: whoever calls :meth:`written` takes
+    :meth:`comparisons`. Without it the host waits for them.
+    """
+
+    def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], device: Device | None = None) -> None:
         self._tensors = tensors
+        self._device = device
         self._unmoved: Unmoved | None = None
         """What was returned at the last look, if that says that it lies where it lay."""
         self._names: list[str] = []
@@ -73,7 +83,9 @@ class Watch:
         self._addresses: list[int] | None = None
         """Of the tensors at the last look: while they stay, so do their samples."""
         self._wrappers: list[torch.Tensor | None] | None = None
-        self._samples: HostSamples | DeviceSamples = HostSamples([])
+        self._samples: HostSamples | WaitingSamples | MixedSamples = HostSamples([])
+        self._on_device: DeviceSamples | None = None
+        self._comparisons: list[Comparison] = []
         self.mark()
 
     def mark(self) -> None:
@@ -87,13 +99,35 @@ class Watch:
     def written(self) -> tuple[str, ...]:
         """The names of the tensors that were written to, replaced, added or taken away since the last mark."""
         self._seen = self._look()
-        before, now = self._marked, self._seen
+        return self._differing(self._seen)
+
+    def counted(self) -> tuple[str, ...]:
+        """As :meth:`written`, but of tensors on a device without their samples. It is no look for
+        :meth:`mark_seen`."""
+        return self._differing(self._look(sampled=False)) if self._device is not None else self.written()
+
+    def comparisons(self) -> list[Comparison]:
+        """Those that :meth:`written` has left to be made, since this was called last."""
+        left, self._comparisons = self._comparisons, []
+        return left
+
+    def compared_in(self, stream: Stream) -> Comparison | None:
+        """Tensors on a device as of the last mark, with those where ``stream`` is now. ``None``: there are none."""
+        before = self._marked.on_device
+        if before is None or self._on_device is None:
+            return None
+        return Comparison(before, self._on_device.take(stream))
+
+    def _differing(self, now: Seen) -> tuple[str, ...]:
+        before = self._marked
+        if before.on_device is not None and now.on_device is not None:
+            self._comparisons.append(Comparison(before.on_device, now.on_device))
         if before[:4] == now[:4]:
             return ()
         was, is_now = by_name(before), by_name(now)
         return tuple(name for name in {**was, **is_now} if was.get(name) != is_now.get(name))
 
-    def _look(self) -> Seen:
+    def _look(self, *, sampled: bool = True) -> Seen:
         tensors = self._tensors()
         if tensors is not self._unmoved or self._addresses is None:
             self._names, self._live = list(tensors), list(tensors.values())
@@ -101,13 +135,29 @@ class Watch:
             self._wrappers = wrappers_of(self._live)
             addresses = [each.data_ptr() for each in self._live]
             if addresses != self._addresses:
-                on_host = all(tensor.device.type == "cpu" for tensor in self._live)
-                views = [picked(each, SAMPLES if len(self._live) <= FEW else SAMPLES_OF_MANY) for each in self._live]
-                self._samples = HostSamples(views) if on_host else DeviceSamples(views)
+                self._choose_samples()
                 self._addresses = addresses
         samples = self._samples
         counted = writes_to(self._live, self._wrappers)
-        return Seen(self._names, self._addresses, counted, samples.taken(), samples.by_tensor)
+        seen = Seen(self._names, self._addresses, counted, samples.taken(), samples.by_tensor)
+        if sampled and self._device is not None and self._on_device is not None:
+            return seen._replace(on_device=self._on_device.take(self._device.current()))
+        return seen
+
+    def _choose_samples(self) -> None:
+        samples = SAMPLES if len(self._live) <= FEW else SAMPLES_OF_MANY
+        device = self._device
+        self._on_device = None
+        if device is not None and any(device.holds(each) for each in self._live):
+            there = [index for index, each in enumerate(self._live) if device.holds(each)]
+            tensors = [self._live[index] for index in there]
+            self._on_device = DeviceSamples([self._names[index] for index in there], tensors, device)
+            here = [None if device.holds(each) else picked(each, samples) for each in self._live]
+            self._samples = MixedSamples(here)
+            return
+        on_host = all(tensor.device.type == "cpu" for tensor in self._live)
+        views = [picked(each, samples) for each in self._live]
+        self._samples = HostSamples(views) if on_host else WaitingSamples(views)
 
 
 def by_name(seen: Seen) -> dict[str, object]:
@@ -143,8 +193,26 @@ class HostSamples:
         return found
 
 
-class DeviceSamples:
-    """The picked elements of tensors of which some are on devices."""
+class MixedSamples:
+    """The picked elements of those tensors that are not on a device."""
+
+    def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
+        self._here = [index for index, view in enumerate(views) if view is not None]
+        self._count = len(views)
+        self._samples = HostSamples([view for view in views if view is not None])
+
+    def taken(self) -> Sequence[bytes]:
+        return self._samples.taken()
+
+    def by_tensor(self, taken: Sequence[bytes]) -> Sequence[bytes]:
+        found = [b""] * self._count
+        for index, each in zip(self._here, self._samples.by_tensor(taken), strict=True):
+            found[index] = each
+        return found
+
+
+class WaitingSamples:
+    """The picked elements of tensors of which some are on devices. The host waits for them."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = views

@@ -1,0 +1,262 @@
+"""A device in host memory whose streams run late, and in any order that their events permit.
+
+What training and the data path put into streams is kept as functions. They run when somebody waits for an event, or
+now and then between two calls: a stream is drawn, by its seed, and the first of its functions runs, unless it is held
+back by an event that has not come. So whatever is not ordered by an event is reordered, sooner or later, in some seed.
+A test that fails names its seed.
+
+Any wait of the package can be left out, by the line that asks for it (:attr:`Reordering.dropped`): a test that still
+passes then does not cover that wait.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tiercheck
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.kernels import quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.streams.device.protocol import Event
+
+__all__ = ["Reordering", "Site", "uncovered"]
+
+PACKAGE = str(Path(tiercheck.__file__).parent)
+WEIGHTS = (0.02, 1.0, 30.0)
+"""How eager a stream is, drawn for each and now and then anew: one may lag far behind another."""
+KERNELS = {"int8": (quantise_into, np.int8, np.float32), "nf4": (quantise_nf4_into, np.uint8, np.float32)}
+KERNELS["onebit"] = (quantise_onebit_into, np.uint8, np.uint16)
+
+Site = tuple[str, str, int]
+"""What is asked for (``wait``, ``keep``, ``host wait``), and the file and line of the package that ask for it."""
+
+
+@dataclass
+class Moment:
+    device: Reordering
+    come: bool = False
+
+    def wait(self) -> None:
+        if self.device.is_dropped("host wait"):
+            return
+        self.device.until(self)
+
+
+@dataclass
+class Step:
+    work: Callable[[], None] | None = None
+    after: Moment | None = None
+
+
+@dataclass
+class Lane:
+    """A stream."""
+
+    device: Reordering
+    name: str
+    steps: deque[Step] = field(default_factory=deque)
+    weight: float = 1.0
+
+    def record(self) -> Moment:
+        moment = Moment(self.device)
+
+        def come() -> None:
+            moment.come = True
+
+        self._put(Step(come))
+        return moment
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, Moment)
+        if not self.device.is_dropped("wait"):
+            self._put(Step(after=event))
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._put(Step(work))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        if not self.device.is_dropped("keep"):
+            self.device.kept.setdefault(tensor.untyped_storage().data_ptr(), []).append(self.record())
+
+    def _put(self, step: Step) -> None:
+        with self.device.lock:
+            self.steps.append(step)
+            self.device.go_on_perhaps()
+
+
+class Reordering:
+    """See :class:`~tiercheck.streams.device.protocol.Device`."""
+
+    name = "reordering:0"
+
+    def __init__(self, seed: int, *, pins: bool = True) -> None:
+        self.seed = seed
+        self.dropped: Site | None = None
+        self.sites: set[Site] = set()
+        """What was asked for so far."""
+        self.kept: dict[int, list[Moment]] = {}
+        self.lock = threading.RLock()
+        self.capturing = False
+        self.pins = pins
+        """Whether it counts foreign memory as pinned."""
+        self._random = random.Random(seed)
+        self._lanes: dict[str, Lane] = {}
+        self._of_thread = threading.local()
+        self._held: dict[int, torch.Tensor] = {}
+        self._pinned: dict[int, torch.Tensor] = {}
+        self.default = self.side("default")
+
+    # What the package asks for
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._held
+
+    def current(self) -> Lane:
+        if self.capturing:
+            raise UnsupportedSetup(f"{self.name} captures a graph")
+        return getattr(self._of_thread, "lane", self.default)
+
+    def side(self, purpose: str) -> Lane:
+        with self.lock:
+            if purpose not in self._lanes:
+                self._lanes[purpose] = Lane(self, purpose, weight=self._random.choice(WEIGHTS))
+            return self._lanes[purpose]
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return self.pins or memory.untyped_storage().data_ptr() in self._pinned
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        memory = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        self._pinned[memory.untyped_storage().data_ptr()] = memory
+        return memory
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.put(torch.empty_like(tensor))
+
+    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        kernel, code, scale = KERNELS[codec]
+        kernel.reference(values.numpy(), codes.numpy().view(code), scales.numpy().view(scale))
+
+    def prepare(self, codec: str) -> None:
+        pass
+
+    # What a test does
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whose memory is the device's from now on."""
+        self._held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """The calling thread's current stream is this one."""
+        before = self.current()
+        self._of_thread.lane = lane
+        try:
+            yield
+        finally:
+            self._of_thread.lane = before
+
+    def write(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+        """An operation in place, in the current stream. torch counts it at once."""
+        with self.lock, torch.no_grad():
+            tensor.mul_(1)
+        self.write_unseen(tensor, work)
+
+    def write_unseen(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+        """The same through ``.data``, which torch does not count."""
+        self.current().run(lambda: work(tensor.data))
+
+    def reuse(self, tensor: torch.Tensor, lane: Lane, work: Callable[[], None]) -> None:
+        """The tensor was allocated in this stream and is freed, and another one of the stream gets its memory: at once,
+        unless the memory was kept for other streams, as torch's allocator has it."""
+        for moment in self.kept.pop(tensor.untyped_storage().data_ptr(), []):
+            lane.steps.append(Step(after=moment))
+        lane.run(work)
+
+    def finish(self) -> None:
+        """Run everything."""
+        with self.lock:
+            while self._go_on():
+                pass
+        assert not any(lane.steps for lane in self._lanes.values()), f"streams wait for each other (seed {self.seed})"
+
+    # Details
+
+    def until(self, moment: Moment) -> None:
+        while True:
+            with self.lock:
+                if moment.come:
+                    return
+                assert self._go_on(), f"an event never comes (seed {self.seed})"
+
+    def go_on_perhaps(self) -> None:
+        while self._random.random() < 0.3 and self._go_on():
+            pass
+
+    def is_dropped(self, what: str) -> bool:
+        frame: Any = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is None:
+            return False
+        site = (what, Path(frame.f_code.co_filename).name, frame.f_lineno)
+        self.sites.add(site)
+        return site == self.dropped
+
+    def _go_on(self) -> bool:
+        """One step of some stream; ``False`` if none can go on."""
+        if self._random.random() < 0.01:
+            for lane in self._lanes.values():
+                lane.weight = self._random.choice(WEIGHTS)
+        waiting = [lane for lane in self._lanes.values() if lane.steps]
+        ready = [lane for lane in waiting if lane.steps[0].after is None or lane.steps[0].after.come]
+        if not ready:
+            return False
+        lane = self._random.choices(ready, [each.weight for each in ready])[0]
+        step = lane.steps.popleft()
+        if step.work is not None:
+            with torch.no_grad():
+                step.work()
+        return True
+
+
+def uncovered(scenario: Callable[[Reordering], None], seeds: range, **options: Any) -> list[Site]:
+    """The waits of the package, each left out by itself, without which ``scenario`` passes with every seed.
+
+    With all of them it must pass. Errors: whatever it raises then, with the seed.
+    """
+    sites: set[Site] = set()
+    for seed in seeds:
+        device = Reordering(seed, **options)
+        try:
+            scenario(device)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        sites |= device.sites
+    assert sites, "the scenario asks for no wait at all"
+    return [site for site in sorted(sites) if all(passes(scenario, seed, site, options) for seed in seeds)]
+
+
+def passes(scenario: Callable[[Reordering], None], seed: int, dropped: Site, options: dict[str, Any]) -> bool:
+    device = Reordering(seed, **options)
+    device.dropped = dropped
+    try:
+        scenario(device)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,154 @@
+"""A CUDA device, by torch. Nothing of CUDA is touched before a tensor on a GPU is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiercheck.errors import CapacityExceeded, UnsupportedSetup
+from tiercheck.kernels import Kernel, quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.streams.device.protocol import Device, Event, Stream
+from tiercheck.types import bytes_text
+
+__all__ = ["Cuda", "device_of", "refuse_capture"]
+
+LOWEST = 0
+"""CUDA's lowest priority, which training's own streams have, too, unless they are made otherwise."""
+
+QUANTISE: Mapping[str, tuple[Kernel[..., Any], Any, Any]] = {
+    "int8": (quantise_into, np.int8, np.float32),
+    "nf4": (quantise_nf4_into, np.uint8, np.float32),
+    "onebit": (quantise_onebit_into, np.uint8, np.uint16),
+}
+"""By codec, the kernel that encodes, and the dtypes of codes and scales."""
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
+    """The GPU on which some of these tensors are; ``None`` if all are on the host. Errors: ``UnsupportedSetup`` if they
+    are on several GPUs."""
+    found = {each.device.index for each in tensors if each.is_cuda}
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(f"cuda:{index}" for index in sorted(found))
+        raise UnsupportedSetup(
+            f"this rank's tensors are on several GPUs ({names}): supported is one GPU a rank, such as by data, tensor "
+            "or pipeline parallelism with a process for each GPU"
+        )
+    return cuda(found.pop())
+
+
+@cache
+def cuda(index: int) -> Cuda:
+    return Cuda(index)
+
+
+def refuse_capture(tensors: Iterable[torch.Tensor]) -> None:
+    """Errors: ``UnsupportedSetup`` if the current stream captures a CUDA graph, and a tensor is on a GPU."""
+    if any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedSetup(
+            "optimizer.step() is being captured into a CUDA graph: when the graph is replayed no hook is called, so "
+            "that no version would be saved. Supported is a graph of the forward and backward pass alone (as "
+            "torch.compile makes them), and optimizer.step() outside of it"
+        )
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def record(self) -> CudaEvent:
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+        event.record(self._stream)
+        return CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+
+class Cuda:
+    """See :class:`~tiercheck.streams.device.protocol.Device`."""
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+        self._sides: dict[str, CudaStream] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self._device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def current(self) -> Stream:
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedSetup(f"{self.name} captures a CUDA graph, in which no version can be saved")
+            return CudaStream(torch.cuda.current_stream())
+
+    def side(self, purpose: str) -> Stream:
+        if purpose not in self._sides:
+            stream: Any = torch.cuda.Stream(self._device, priority=LOWEST)  # type: ignore[no-untyped-call]
+            self._sides[purpose] = CudaStream(stream)
+        return self._sides[purpose]
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # torch has no class of its own for it
+            raise CapacityExceeded(
+                f"{bytes_text(nbytes)} of host memory cannot be page-locked for the copies of {self.name}: {error}"
+            ) from error
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityExceeded(
+                f"{self.name} has no {bytes_text(nbytes)} to stage gradients in: lower gpu_staging_bytes; {error}"
+            ) from error
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=self._device)
+
+    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        kernel, code, scale = QUANTISE[codec]
+        cuda = _cuda_module()
+        with cuda.torch_stream(torch.cuda.current_stream(self._device).cuda_stream, self._device.index) as stream:
+            held = [cuda.borrow(each, stream) for each in (values, codes, scales)]
+            kernel.by("cuda")(held[0], held[1].view(code), held[2].view(scale), stream=stream)
+
+    def prepare(self, codec: str) -> None:
+        kernel, *_ = QUANTISE[codec]
+        kernel.by("cuda")
+        with torch.cuda.device(self._device):
+            _cuda_module().warm_up()
+
+
+def _cuda_module() -> Any:
+    from tiercheck.kernels.cuda import module  # which imports CuPy
+
+    return module

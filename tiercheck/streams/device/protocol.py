@@ -1,0 +1,96 @@
+"""What the data path asks of a device whose work runs later than the host puts it there.
+
+Work in one stream runs in order. Between streams there is no order, unless one waits for an event of another. So each
+reader of training's tensors says what it comes behind, and whoever writes to them next waits for the reader's event. No
+call here but :meth:`Event.wait` makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+__all__ = ["Device", "Event", "Stream"]
+
+
+class Event(Protocol):
+    """A moment in a stream: everything that was put there before."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the device has come there. Never called in the step."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that runs in the order in which it was put here."""
+
+    def record(self) -> Event:
+        """Everything put here so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is put here from now on begins when the device has come to the event. The host does not wait."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Put work here: torch operations on the device's tensors, and ``non_blocking`` copies between them and pinned
+        memory. It must not read a value on the host. ``work`` may be called later; its results are there when an event
+        that is recorded after it has come."""
+        ...
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """What was put here so far uses the tensor: if it is freed, nobody gets its memory before that has run."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU. Its methods may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """For messages, such as ``cuda:0``."""
+        ...
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is the device's."""
+        ...
+
+    def current(self) -> Stream:
+        """The stream into which the calling thread's operations go. Errors: ``UnsupportedSetup`` while it captures a
+        CUDA graph."""
+        ...
+
+    def side(self, purpose: str) -> Stream:
+        """A stream of the lowest priority, the same for each ``purpose``. It waits for no other, unless it is told
+        to."""
+        ...
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether the device copies into this host memory by itself, while the host goes on."""
+        ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """New page-locked host memory, as uint8. Errors: ``CapacityExceeded``."""
+        ...
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """New memory of the device, as uint8. Errors: ``CapacityExceeded``."""
+        ...
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New memory of the device for a tensor of this shape and dtype. What it holds is not defined."""
+        ...
+
+    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """The kernel of a block codec (``int8``, ``nf4``, ``onebit``); call it inside of :meth:`Stream.run`.
+
+        ``values``: fp32, 1-D, contiguous, on the device. ``codes`` and ``scales``: uint8, of the lengths that the codec
+        plans, on the device. The bits are those of :mod:`tiercheck.kernels.reference`.
+        """
+        ...
+
+    def prepare(self, codec: str) -> None:
+        """Compile what :meth:`quantise` calls. Errors: ``ConfigurationError`` saying what to install."""
+        ...
