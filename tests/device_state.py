@@ -108,6 +108,10 @@ class DeviceState(StateProvider):
         self._true[self.version] = copy.deepcopy(self._now)
         self.gradients = {}
 
+    def doubled(self, name: str) -> None:
+        """Somebody has doubled this master."""
+        self._now["masters"][name].mul_(2)
+
     def at(self, version: int) -> dict[str, Any]:
         """What the state was right after the step."""
         return self._true[version]

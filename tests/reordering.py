@@ -38,7 +38,7 @@ KERNELS = {"int8": (quantise_into, np.int8, np.float32), "nf4": (quantise_nf4_in
 KERNELS["onebit"] = (quantise_onebit_into, np.uint8, np.uint16)
 
 Site = tuple[str, str, int]
-"""What is asked for (``wait``, ``keep``, ``host wait``), and the file and line of the package that ask for it."""
+"""What is asked for (``wait``, ``host wait``), and the file and line of the package that ask for it."""
 
 
 @dataclass
@@ -84,10 +84,6 @@ class Lane:
     def run(self, work: Callable[[], None]) -> None:
         self._put(Step(work))
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        if not self.device.is_dropped("keep"):
-            self.device.kept.setdefault(tensor.untyped_storage().data_ptr(), []).append(self.record())
-
     def _put(self, step: Step) -> None:
         with self.device.lock:
             self.steps.append(step)
@@ -104,7 +100,6 @@ class Reordering:
         self.dropped: Site | None = None
         self.sites: set[Site] = set()
         """What was asked for so far."""
-        self.kept: dict[int, list[Moment]] = {}
         self.lock = threading.RLock()
         self.capturing = False
         self.pins = pins
@@ -180,11 +175,12 @@ class Reordering:
         """The same through ``.data``, which torch does not count."""
         self.current().run(lambda: work(tensor.data))
 
-    def reuse(self, tensor: torch.Tensor, lane: Lane, work: Callable[[], None]) -> None:
-        """The tensor was allocated in this stream and is freed, and another one of the stream gets its memory: at once,
-        unless the memory was kept for other streams, as torch's allocator has it."""
-        for moment in self.kept.pop(tensor.untyped_storage().data_ptr(), []):
-            lane.steps.append(Step(after=moment))
+    def free(self, used_in: Lane, lane: Lane, work: Callable[[], None]) -> None:
+        """Memory of a tensor that was allocated in ``lane`` and used in ``used_in`` is freed, and at once used again by
+        ``work``. As torch's allocator has it, that comes behind what was put into ``used_in`` so far, if the two differ
+        (``record_stream``), and behind no other stream's work."""
+        if lane is not used_in:
+            lane.steps.append(Step(after=used_in.record()))
         lane.run(work)
 
     def finish(self) -> None:

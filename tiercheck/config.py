@@ -40,6 +40,10 @@ class CheckpointConfig:
     what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
     encode_threads: int = 1
     """The most threads that copy or encode gradients, the training's own among them."""
+    gpu_staging_bytes: int = 512 << 20
+    """The most GPU memory in which gradients are staged on their way to the first tier. It is taken when the job is
+    attached, and no more than one record needs. If a record needs more, the optimizer's step waits on the GPU for some
+    of its copies. Jobs on CPUs take none."""
     recovery_threads: int = 0
     """The most threads that verify, copy, decode and replay in a recovery. 0: this rank's share of the processors that
     its process may use, if the ranks of its node (``LOCAL_WORLD_SIZE``) share them."""
@@ -165,6 +169,7 @@ BOUNDS = (
     ("lag_max", 0, VERSION_MAX),
     ("encode_threads", 1, THREADS_MAX),
     ("recovery_threads", 0, THREADS_MAX),
+    ("gpu_staging_bytes", 1, 1 << 48),
 )
 
 

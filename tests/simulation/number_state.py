@@ -199,7 +199,7 @@ def specs_of(*names: str, size: int = SIZE) -> list[TensorSpec]:
 class NumberStream:
     """See :class:`tiercheck.streams.state.StateStream`. Nothing but its own steps ever writes to the state."""
 
-    supersedes = False
+    defers = supersedes = False
 
     def __init__(self, state: NumberState, world_size: int) -> None:
         self.state, self.world_size = state, world_size
@@ -283,6 +283,12 @@ class NumberRecord:
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         assert not skipped
         return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
+
+    def later(self, *, skipped: bool, audit: bool = False) -> None:
+        return None
+
+    def abandon(self) -> None:
+        pass
 
 
 class NumberConstants:

@@ -21,6 +21,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
+from tiercheck.streams.device.cuda import refuse_capture
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
@@ -54,7 +55,9 @@ class StepHooks:
         self._afters.move_to_end(self._after.id, last=False)
 
     def check(self) -> None:
-        """Errors: ``UnsupportedSetup`` if a hook was registered since."""
+        """Called by ``before``. Errors: ``UnsupportedSetup`` if a hook was registered since, or the step is being
+        captured into a CUDA graph."""
+        refuse_capture()
         if next(reversed(self._befores)) != self._before.id:
             raise UnsupportedSetup(
                 "a step pre-hook was registered on the optimizer between the forward pass and the step, and what it "

@@ -5,7 +5,8 @@ specification; :mod:`~tiercheck.kernels.cpu` (Numba) and :mod:`~tiercheck.kernel
 
 A call takes arrays in host memory and runs the Numba form, or the reference if Numba is not installed.
 ``kernels.compact.by("reference")`` chooses a form by its name; a form that cannot run here raises
-:class:`~tiercheck.errors.ConfigurationError`. Nothing in this package calls the CUDA forms.
+:class:`~tiercheck.errors.ConfigurationError`. The CUDA forms are called by :mod:`tiercheck.streams.device.cuda` and
+:mod:`tiercheck.streams.replay.on_device`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Holding, Sizes, holding
 from tiercheck.policy.policies import CadencePolicy, EveryVersions
+from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX
 from tiercheck.streams.state import StateStream
 from tiercheck.types import bytes_text
 
@@ -137,7 +138,12 @@ class Demand:
 def sizes_of(stream: StateStream) -> Sizes:
     """Of what this rank brings into the first tier."""
     return Sizes(
-        stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max, stream.constants_nbytes, stream.supersedes
+        stream.base_nbytes,
+        stream.nbytes_expected,
+        stream.nbytes_max,
+        stream.constants_nbytes,
+        stream.supersedes,
+        ON_THEIR_WAY_MAX if stream.defers else 0,
     )
 
 

@@ -51,6 +51,8 @@ class Sizes:
     """What bases refer to."""
     supersedes: bool = False
     """Records are snapshots: each one supersedes those before it."""
+    on_their_way: int = 0
+    """Records that may still be copied from a GPU when the next one is begun."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Holding:
 
     def nbytes(self, bases: int, records: int) -> int:
         sizes = self.sizes
-        ahead = max(0, sizes.record_nbytes_max - sizes.record_nbytes)  # of the one that is being captured
+        # Of the one that is being captured, and of those that are not there yet.
+        ahead = (1 + sizes.on_their_way) * max(0, sizes.record_nbytes_max - sizes.record_nbytes)
         constants = CONSTANTS_MAX * sizes.constants_nbytes
         return bases * sizes.base_nbytes + constants + records * sizes.record_nbytes + ahead
 
@@ -120,7 +123,7 @@ def holding(
     while True:
         apart = every or interval
         # A batch that a base lies in the middle of goes to the other tiers when its last version is there.
-        least = max(apart, batch) + RECORDS_BESIDE + (batch - 1 if apart % batch else 0)
+        least = max(apart, batch) + RECORDS_BESIDE + sizes.on_their_way + (batch - 1 if apart % batch else 0)
         found = Holding(sizes, every, least, max(least, records_lagging))
         if room_nbytes is None:
             return found

@@ -97,6 +97,11 @@ class Bases:
         self._gap = -1
         """The newest version that no record leads to."""
 
+    @property
+    def folds(self) -> bool:
+        """Whether bases that are due are left to the mover, as far as it takes them."""
+        return self._folds
+
     def may_be_due(self, version: int) -> bool:
         """Whether the version may get a base, as far as can be said before its iteration has ended."""
         return self._modes.base.state in DUE or self._cadence.may_be_due(version)

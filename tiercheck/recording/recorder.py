@@ -23,6 +23,7 @@ from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.lag import LagBound
 from tiercheck.recording.modes import BaseEvent, Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
+from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX, RecordCloser
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
 from tiercheck.recording.stats import Stats
@@ -30,7 +31,7 @@ from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.state import RecordCapture, StateStream
+from tiercheck.streams.state import RecordCapture, StateStream, WrittenUnseen
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Recorder"]
@@ -111,6 +112,7 @@ class Recorder:
         self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
         self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
+        self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
         self._bases = Bases(
             stream,
             hierarchy.first,
@@ -177,6 +179,8 @@ class Recorder:
         """
         self._check_next(version)
         await self._bases.finish_copy()
+        if self._modes.record.state is Record.NONE:
+            await self._look_at_closed(ON_THEIR_WAY_MAX - 1)
         async with _Recording(self, version):
             if self._modes.record.state is Record.NONE:
                 await self._lag.admit(version)
@@ -235,6 +239,7 @@ class Recorder:
         if not self._stream.written():
             return False
         version = self.version
+        await self._look_at_closed(0)
         with self._saves.saving(version):
             await self._bases.finish_copy()
             await self._bases.finish()
@@ -283,6 +288,9 @@ class Recorder:
 
     async def flush(self) -> None:
         """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
+        if await self._look_at_closed(0) and self.trained == self.version:  # else the end of the iteration captures it
+            with self._saves.saving(self.version):
+                await self._bases.begin(self.version)
         await self._bases.finish()
         await self._drain()
         if self._bases.differs() and self.trained == self.version:  # else the end of the iteration captures it
@@ -299,7 +307,11 @@ class Recorder:
         await self._bases.finish()
 
     async def close(self) -> None:
-        """Wait until a running copy of a base ends, and free memory that no record needs. Idempotent."""
+        """Wait until a running copy of a base, and of records, ends, and free memory that no record needs.
+        Idempotent."""
+        if self._open_record is not None:
+            self._open_record.capture.abandon()
+        await self._closer.close()
         await self._bases.close()
         await self._memory.drop_ahead()
 
@@ -339,10 +351,7 @@ class Recorder:
         try:
             if (opened := self._open_record) is not None:
                 async with _Recording(self, version):
-                    audit = self._bases.audits(version)
-                    nbytes = opened.capture.finish(skipped=skipped, audit=audit)
-                    await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
-                    captured = {"differentials": 1, "captured_bytes": nbytes}
+                    captured = await self._close(version, opened, skipped=skipped)
                     recorded = True
         finally:
             # The optimizer has stepped, whether the step was recorded or not: the next step is another version.
@@ -367,6 +376,8 @@ class Recorder:
                 if due:
                     await self._bases.settle_with_others(version)
                 folds = not doubted and not self._backlog.folds_late
+                if due and folds and self._bases.folds:
+                    await self._look_at_closed(0)  # what folds looks for this record
                 if due and folds and await self._bases.left_to_mover(version):
                     self._saves.failure = None
                     return
@@ -380,6 +391,44 @@ class Recorder:
                     await self._bases.begin(version)
         self._saves.failure = None
 
+    async def _close(self, version: int, opened: _OpenRecord, *, skipped: bool) -> dict[str, int]:
+        """Publish the record, or hand it over if its gradients are still on their way. Returns what was captured."""
+        audit = self._bases.audits(version)
+        later = opened.capture.later(skipped=skipped, audit=audit)
+        if later is None:
+            nbytes = opened.capture.finish(skipped=skipped, audit=audit)
+            await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
+            return {"differentials": 1, "captured_bytes": nbytes}
+        key = self._stream.key(self._generation, version, self._rank)
+        self._closer.hand_over(key, opened.capture, later, opened.reservation, self._stream.nbytes_unexpected)
+        return {}
+
+    async def _look_at_closed(self, most: int) -> bool:
+        """What has become of the records that were handed over, when at most so many are still on their way. Returns
+        whether one of them is lost. Errors: ``SaveError``."""
+        began, failed = self._scheduler.time(), []
+        for each in await self._closer.ended(most):
+            if each.error is None:
+                self._saves.count(differentials=1, captured_bytes=each.nbytes)
+            else:
+                failed.append((each.version, each.error))
+                self._bases.missing(each.version)
+        self._saves.count(differential_stall_s=self._scheduler.time() - began)
+        for version, error in failed:
+            if isinstance(error, WrittenUnseen):
+                if error.late:
+                    doubt(self._stream, self._stream.doubts.with_unseen(error.names))
+                self._modes.copying.on(CopyingEvent.WRITTEN)
+                log.warning("version %d has no differential, and the next one gets a base: %s", version, error)
+            elif not self._saves.failed(version, error):
+                raise error
+        return bool(failed)
+
+    def _record_arrived(self, version: int) -> None:
+        """On the event loop: a record that was handed over is in the first tier."""
+        if self._placement.completes(version, self._roles):
+            self._mover.nudge()
+
     def _let_next_go_everywhere(self, version: int) -> None:
         """A base was captured for what no differential holds. If its version makes it look like a folded one, which
         stays in the first tier, the next version gets a base as well."""
@@ -391,6 +440,7 @@ class Recorder:
         self._bases.missing(version)
         opened, self._open_record = self._open_record, None
         if opened is not None:
+            opened.capture.abandon()
             await self._memory.drop(opened.reservation, f"dropping differential {version}")
         await self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either
 

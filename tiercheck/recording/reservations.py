@@ -47,6 +47,10 @@ class Reservations:
             await self._make_room()
             return await self._reserved(key, nbytes)
 
+    async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
+        """As :meth:`reserve`, called on the event loop, and for what there is room for as it is."""
+        return await self._tier.driver.reserve(str(key), nbytes)
+
     def reserve_ahead(self, key: ShardKey, nbytes: int) -> None:
         """Reserve memory for the next version's record; ``nbytes``: what the last record needed.
 

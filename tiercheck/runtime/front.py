@@ -54,15 +54,15 @@ class ThreadScheduler:
 
     def __init__(self) -> None:
         self._loop = LoopThread()
-        self._beside: ThreadPoolExecutor | None = None
+        self._beside: dict[str, ThreadPoolExecutor] = {}
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return self._loop.submit(coroutine)
 
-    def beside(self, function: Callable[[], T]) -> Future[T]:
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
-        return self._beside.submit(function)
+    def beside(self, function: Callable[[], T], *, lane: str = "base") -> Future[T]:
+        if lane not in self._beside:
+            self._beside[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"tiercheck-{lane}")
+        return self._beside[lane].submit(function)
 
     async def result(self, future: Future[T], *, what: str, deadline_s: float) -> T:
         return self._loop.result(future, what=what, deadline_s=deadline_s)
@@ -80,6 +80,6 @@ class ThreadScheduler:
         return time.monotonic()
 
     async def close(self) -> None:
-        if self._beside is not None:
-            self._beside.shutdown(wait=False, cancel_futures=True)
+        for each in self._beside.values():
+            each.shutdown(wait=False, cancel_futures=True)
         self._loop.close()

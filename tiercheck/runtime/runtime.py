@@ -31,8 +31,9 @@ class Scheduler(Protocol):
         """Start the coroutine on the loop; its result or error is the future's."""
         ...
 
-    def beside(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function that blocks, such as the copy of a base, while training goes on; one after the other."""
+    def beside(self, function: Callable[[], T], *, lane: str = "base") -> Future[T]:
+        """Run a function that blocks, such as the copy of a base, while training goes on; those of one lane one after
+        the other."""
         ...
 
     async def result(self, future: Future[T], *, what: str, deadline_s: float) -> T:
@@ -120,7 +121,7 @@ class TaskScheduler:
         future.add_done_callback(lambda done: done.cancelled() and task.cancel())
         return future
 
-    def beside(self, function: Callable[[], T]) -> Future[T]:
+    def beside(self, function: Callable[[], T], *, lane: str = "base") -> Future[T]:
         async def later() -> T:
             await asyncio.sleep(self._delay())
             return function()

@@ -40,6 +40,7 @@ __all__ = [
     "StateStream",
     "TrainingState",
     "Undecodable",
+    "WrittenUnseen",
     "ill_formed_is_corrupt",
 ]
 
@@ -59,6 +60,17 @@ class Undecodable(Corruption):
 
 class NotExact(TierCheckError):
     """What a fold would give is not known to be what the job had."""
+
+
+class WrittenUnseen(TierCheckError):
+    """Something wrote to the state past what counts writes, so that a record does not lead to its version. ``late``: it
+    did so after the version before was published, which does not hold it either."""
+
+    def __init__(self, names: Sequence[str], *, late: bool) -> None:
+        told = ", ".join(names[:3])
+        super().__init__(f"something wrote to {told} outside of the optimizer's step, and past torch's counters")
+        self.names = tuple(names)
+        self.late = late
 
 
 class InDoubt(NotExact):
@@ -92,6 +104,16 @@ class RecordCapture(Protocol):
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         """The step is done, or was skipped: close the shard; returns its length in bytes. ``audit``: the record also
         says what the state is to have, so that a fold to this version can be compared with it."""
+        ...
+
+    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
+        """As :meth:`finish`, if gradients may still be on their way from a device: what is as of now is taken, and what
+        is returned waits and closes the shard, in any thread. Errors of that: ``WrittenUnseen``; ``CapacityExceeded``
+        if memory does not suffice: :meth:`move`, and call it again. ``None``: call :meth:`finish`."""
+        ...
+
+    def abandon(self) -> None:
+        """The record is given up: what is on its way to its memory has landed when this returns."""
         ...
 
 
@@ -199,6 +221,9 @@ class StateStream(Protocol):
 
     token: str
     doubts: Doubts
+
+    @property
+    def defers(self) -> bool: ...
 
     @property
     def supersedes(self) -> bool: ...

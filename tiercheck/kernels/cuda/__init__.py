@@ -1,8 +1,8 @@
 """The kernels for NVIDIA GPUs, on CuPy arrays.
 
 The specification is :mod:`tiercheck.kernels.reference`: integers, codes, indices with their order, and replays have the
-same bits, and so have replays for the optimizers that they are certified for
-(:mod:`tiercheck.streams.replay.on_device`).
+same bits. Gradients on a GPU are encoded by some of them (:mod:`tiercheck.streams.device.cuda`), and steps are replayed
+there by those that are certified for the optimizer (:mod:`tiercheck.streams.replay.on_device`).
 
 No function waits for the device, and none allocates on it. The caller allocates results and workspace; a result that is
 one number is an array of one element on the device. Every function puts its work into the ``stream`` that it is given

@@ -41,6 +41,8 @@ class BlockCodec(Codec):
     feedback = True
     quantise_into: ClassVar[Callable[..., bool]]
     """The kernel that encodes: of :func:`tiercheck.kernels.quantise_into`'s arguments."""
+    block: ClassVar[int]
+    """Elements of one scale."""
     own_kernels: ClassVar[tuple[Kernel[..., Any], ...]]
     """The kernels of this codec alone: the one that encodes, and the one that decodes."""
 
@@ -151,7 +153,6 @@ class PoisonedBlocks(BlockCodec):
     Its scale is NaN. ``nonfinite`` counts the elements of such blocks.
     """
 
-    block: ClassVar[int]
     share: ClassVar[float]
     """Of a block's largest magnitude, by which an element may be off."""
 

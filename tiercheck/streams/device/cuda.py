@@ -14,7 +14,7 @@ from tiercheck.kernels import Kernel, quantise_into, quantise_nf4_into, quantise
 from tiercheck.streams.device.protocol import Device, Event, Stream
 from tiercheck.types import bytes_text
 
-__all__ = ["Cuda", "device_of", "refuse_capture"]
+__all__ = ["Cuda", "device_of", "finish_all", "refuse_capture"]
 
 LOWEST = 0
 """CUDA's lowest priority, which training's own streams have, too, unless they are made otherwise."""
@@ -47,14 +47,22 @@ def cuda(index: int) -> Cuda:
     return Cuda(index)
 
 
-def refuse_capture(tensors: Iterable[torch.Tensor]) -> None:
-    """Errors: ``UnsupportedSetup`` if the current stream captures a CUDA graph, and a tensor is on a GPU."""
-    if any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing():
+def refuse_capture() -> None:
+    """Called by the hook of a step. Errors: ``UnsupportedSetup`` if the current stream captures a CUDA graph."""
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
         raise UnsupportedSetup(
             "optimizer.step() is being captured into a CUDA graph: when the graph is replayed no hook is called, so "
             "that no version would be saved. Supported is a graph of the forward and backward pass alone (as "
             "torch.compile makes them), and optimizer.step() outside of it"
         )
+
+
+def finish_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until what was put on the tensors' GPUs is done, in all streams. For the time outside of training's steps:
+    other threads go on with these tensors in other streams."""
+    for index in {each.device.index for each in tensors if each.is_cuda}:
+        torch.cuda.synchronize(index)
 
 
 class CudaEvent:
@@ -81,9 +89,6 @@ class CudaStream:
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._stream)
 
 
 class Cuda:
@@ -143,9 +148,11 @@ class Cuda:
 
     def prepare(self, codec: str) -> None:
         kernel, *_ = QUANTISE[codec]
-        kernel.by("cuda")
+        kernel.by("cuda")  # which says what to install
         with torch.cuda.device(self._device):
-            _cuda_module().warm_up()
+            for source, entries in kernel.cuda[0].entries.items():
+                for entry in entries:
+                    _cuda_module().kernel_of(source, entry, self._device.index)
 
 
 def _cuda_module() -> Any:

@@ -40,10 +40,6 @@ class Stream(Protocol):
         that is recorded after it has come."""
         ...
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """What was put here so far uses the tensor: if it is freed, nobody gets its memory before that has run."""
-        ...
-
 
 class Device(Protocol):
     """One GPU. Its methods may be called from any thread."""

@@ -49,16 +49,18 @@ class Sample:
 
 
 class Comparison:
-    """Two looks at the same tensors, between which nobody should have written to them."""
+    """Two looks at the same tensors, between which nobody should have written to them. ``known``: to these somebody
+    has."""
 
-    def __init__(self, before: Sample, after: Sample) -> None:
+    def __init__(self, before: Sample, after: Sample, *, known: Sequence[str] = ()) -> None:
         self._before = before
         self._after = after
+        self._known = frozenset(known)
 
     def differing(self) -> tuple[str, ...]:
-        """The names of those that were written to. Waits for the device."""
+        """The names of the others that were written to. Waits for the device."""
         before, after = self._before.by_name(), self._after.by_name()
-        return tuple(name for name in before if before[name] != after.get(name))
+        return tuple(name for name in before if before[name] != after.get(name) and name not in self._known)
 
 
 class DeviceSamples:

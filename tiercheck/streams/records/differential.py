@@ -13,13 +13,14 @@ each gradient is encoded), ``V/host`` (the host state at the end of iteration v)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, Corruption, SaveError, TierError
 from tiercheck.format import host_state
 from tiercheck.format.container import (
@@ -39,6 +40,7 @@ from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_spars
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradients.device import DeviceGradients, OnDevice
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
 from tiercheck.streams.gradients.gathered import Gathered, GatheredGradients, check_trained
 from tiercheck.streams.gradients.room import GradientRoom
@@ -142,6 +144,7 @@ class DifferentialCapture(IterationCapture):
         self._nbytes_before = len(memory) - beside_nbytes
         """The gradients and the header end there."""
         self._beside_nbytes = beside_nbytes
+        self._base = stream.bases_begun
         self._hyperparameters = stream.provider.hyperparameters()
         self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
@@ -151,18 +154,35 @@ class DifferentialCapture(IterationCapture):
         self._kept: frozenset[str] = frozenset()
         """The gradients of a call that are there though it failed, since memory did not suffice for all."""
         self._checksums: dict[str, str] = {}
+        self._on_device: DeviceGradients | None = None
+        if stream.on_device is not None:
+            late = stream.comparisons()
+            self._on_device = DeviceGradients(stream.on_device, self._writer, memory, key.first, late)
 
     def move(self, memory: memoryview) -> None:
+        if self._on_device:
+            self._on_device.land()
         self._writer.move(memory)
         self._nbytes_before = len(memory) - self._beside_nbytes
+        if self._on_device:
+            self._on_device.moved(memory)
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
+        """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return; on a
+        device they are for what the thread puts into its current stream from then on.
 
         Where training uses the compressed gradients, each is written to: it becomes what the tier's memory decodes to.
         That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
+        if self._on_device:
+            for name, gradient in gradients.items():
+                self._check(name, gradient)
+            self._on_device.send(gradients, self._nbytes_before)
+        else:
+            self._take(gradients)
+
+    def _take(self, gradients: Mapping[str, torch.Tensor]) -> None:
         kept, self._kept = self._kept, frozenset()
         try:
             self._put({name: each for name, each in gradients.items() if name not in kept} if kept else gradients)
@@ -235,19 +255,50 @@ class DifferentialCapture(IterationCapture):
             raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
 
     def _has(self, name: str) -> bool:
+        if self._on_device and name in self._on_device.sent:
+            return True
         return name in self._encodings or (self._gathered is not None and name in self._gathered.stored)
 
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
+        return self._ended(skipped, audit)()
+
+    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
+        return self._ended(skipped, audit) if self._on_device else None
+
+    def abandon(self) -> None:
+        if self._on_device:
+            self._on_device.land()
+            self._on_device.close()
+
+    def _ended(self, skipped: bool, audit: bool) -> Callable[[], int]:
+        """Take what is as of now; the result closes the shard."""
+        stream = self._stream
+        buffers = stream.changed_buffers()
+        host_state = stream.packed_host_state()
+        audited = stream.audit(host_state, fresh=not skipped) if audit else None
+        if self._on_device:
+            self._on_device.end(buffers, stream.comparisons())
+        return partial(self._close, skipped, buffers, host_state, audited)
+
+    def _close(
+        self,
+        skipped: bool,
+        buffers: Mapping[str, torch.Tensor],
+        host_state: PackedObject,
+        audited: dict[str, Any] | None,
+    ) -> int:
         version, stream = self._key.first, self._stream
-        for name, tensor in self._stream.changed_buffers().items():
+        if self._on_device:
+            buffers = self._landed(self._on_device, buffers)
+        for name, tensor in buffers.items():
             dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
             memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
             tensor_in(memory, dtype, shape, what=name).copy_(tensor)
         self._writer.add_object(record_name(version), self._record(skipped))
-        self._writer.add_object(host_name(version), host_state := stream.packed_host_state())
-        if audit and (found := stream.audit(host_state, fresh=not skipped)) is not None:
-            self._writer.add_object(audit_name(version), found)
+        self._writer.add_object(host_name(version), host_state)
+        if audited is not None:
+            self._writer.add_object(audit_name(version), audited)
         nbytes = self._writer.finish(
             ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
@@ -259,6 +310,20 @@ class DifferentialCapture(IterationCapture):
         if self._stored:
             stream.room.note(self._stored)
         return nbytes
+
+    def _landed(self, on_device: DeviceGradients, buffers: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Wait for what is on its way. What has come as it is is encoded now. Returns the buffers, on the host. If
+        memory does not suffice, this may be called again after :meth:`move`. Errors: ``WrittenUnseen``;
+        ``CapacityExceeded``."""
+        on_device.land()
+        on_device.check()
+        self._encodings.update(on_device.take_encodings(self._stored))
+        gradients, buffers = on_device.on_host(buffers)
+        on_device.sent = frozenset()
+        self._stream.forget_residuals(self._base)
+        self._take(gradients)
+        on_device.close()
+        return buffers
 
     def _record(self, skipped: bool) -> PackedObject:
         said = {"skipped": skipped, "hyperparameters": self._hyperparameters}
@@ -272,8 +337,10 @@ class DifferentialCapture(IterationCapture):
 class DifferentialStream(IterationStream):
     """What one rank's differentials have in common: the codec, the room they take, what was recorded last.
 
-    ``train_on_compressed``, ``encode_threads``: see :class:`~tiercheck.config.CheckpointConfig`.
-    Errors: ``ConfigurationError`` for a codec that there is not, that cannot encode a master's dtype, or that does not
+    ``train_on_compressed``, ``encode_threads``, ``gpu_staging_bytes``: see
+    :class:`~tiercheck.config.CheckpointConfig`. Gradients on a GPU are closed beside training, unless training uses the
+    compressed ones: then it waits for them. Errors: ``CapacityExceeded`` if the GPU has no memory for the staging;
+    ``ConfigurationError`` for a codec that there is not, that cannot encode a master's dtype, or that does not
     go with training on the compressed gradient.
     """
 
@@ -285,6 +352,7 @@ class DifferentialStream(IterationStream):
         *,
         train_on_compressed: bool = False,
         encode_threads: int = 1,
+        gpu_staging_bytes: int = CheckpointConfig.gpu_staging_bytes,
         device: Device | None = None,
     ) -> None:
         self.masters = {
@@ -300,7 +368,14 @@ class DifferentialStream(IterationStream):
         expected = {name: NAMES[dtype] for name, dtype in provider.gradient_dtypes().items()}
         self.room = GradientRoom(self.encoder.codec, self.masters, expected)
         self._audit_nbytes = audit_nbytes_max(len(self.masters), len(extras_of(provider)))
-        super().__init__(provider, world_size, device=device)
+        self.bases_begun = 0
+        self._forgotten_at = 0
+        """The residuals hold nothing of what was before so many bases."""
+        super().__init__(provider, world_size, device=device, defers=not train_on_compressed)
+        self.on_device: OnDevice | None = None
+        """What takes gradients on a device, if records are closed beside training."""
+        if self.device is not None and self.defers:
+            self.on_device = OnDevice(self.device, self.encoder.codec, self.room, gpu_staging_bytes)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
         return ShardKey.differential(generation, version, version, rank)
@@ -334,8 +409,16 @@ class DifferentialStream(IterationStream):
     def mark_recorded(self) -> None:
         """As ever. Residuals that belong to the chain of differentials begin anew: the base holds what they stand for,
         and a record of it would count twice."""
-        self.encoder.base_begun()
+        self.bases_begun += 1
+        if not self.defers:  # else records before this one may still be encoded
+            self.encoder.base_begun()
         super().mark_recorded()
+
+    def forget_residuals(self, bases_begun: int) -> None:
+        """The next record that is encoded comes after so many bases."""
+        if bases_begun != self._forgotten_at:
+            self._forgotten_at = bases_begun
+            self.encoder.base_begun()
 
     def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
         return self.encoder.saved_with_bases()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,15 @@ class IterationCapture(abc.ABC):
         """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes.
         ``audit``: what is as of now are also the checksums of the state (:mod:`tiercheck.streams.records.audit`)."""
 
+    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
+        """As :meth:`finish`, for a record of which something may still be on its way from a device: what is as of now
+        is taken, and what is returned waits and closes the shard, in another thread. Errors of that: ``WrittenUnseen``;
+        ``CapacityExceeded`` as of :meth:`add`; ``TierError``. ``None``: nothing was done, call :meth:`finish`."""
+        return None
+
+    def abandon(self) -> None:  # noqa: B027  most have nothing on its way
+        """The record is given up: what is on its way to its memory has landed when this returns."""
+
 
 class IterationStream(abc.ABC):
     """What one rank's records have in common: the room they take, and what changed since the last one."""
@@ -71,6 +80,7 @@ class IterationStream(abc.ABC):
         self.device = device or device_of(tensors_of(provider)[0].values())
         """``None``: all of the state is on the host."""
         self.defers = defers and self.device is not None
+        """Whether records are closed beside training."""
         watched_on = self.device if self.defers else None
         self.token = ""
         """Of the generation that records: it is opened after this was made."""
@@ -204,7 +214,7 @@ class IterationStream(abc.ABC):
         """The masters are as the optimizer's step, or a recovery, left them. ``every_bit``: :meth:`masters_rewritten`
         is going to be asked."""
         self._masters.mark()
-        self.contents = contents(self.provider.masters()) if every_bit and not self.supersedes else None
+        self.contents = self._contents() if every_bit and not self.supersedes else None
 
     def mark_published(self) -> None:
         """A version is published that holds what the masters were when :meth:`masters_written` looked last."""
@@ -215,7 +225,7 @@ class IterationStream(abc.ABC):
         bit. :attr:`contents` is then as of now."""
         if self.contents is None:
             return ()
-        before, self.contents = self.contents, contents(self.provider.masters())
+        before, self.contents = self.contents, self._contents()
         return tuple(name for name, content in self.contents.items() if content != before.get(name))
 
     def masters_written(self) -> bool:
@@ -251,6 +261,13 @@ class IterationStream(abc.ABC):
                 if not self.supersedes:
                     self._recorded[name] = content
         return changed
+
+    def _contents(self) -> dict[str, str]:
+        """Of the masters on the host."""
+        masters = self.provider.masters()
+        if self.device is not None:
+            masters = {name: each for name, each in masters.items() if not self.device.holds(each)}
+        return contents(masters)
 
     def _deferred_buffers(self) -> dict[str, torch.Tensor]:
         """Those on a device, if the host must not wait for them: whether they have changed is told by torch's

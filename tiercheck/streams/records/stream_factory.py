@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import Kernel
 from tiercheck.streams.codecs.exact import Exact
@@ -24,6 +25,7 @@ def stream_of(
     *,
     train_on_compressed: bool = False,
     encode_threads: int = 1,
+    gpu_staging_bytes: int = CheckpointConfig.gpu_staging_bytes,
 ) -> IterationStream:
     """What is recorded of every iteration. The arguments are those of :class:`~tiercheck.config.CheckpointConfig`.
 
@@ -42,6 +44,7 @@ def stream_of(
         world_size,
         train_on_compressed=train_on_compressed,
         encode_threads=encode_threads,
+        gpu_staging_bytes=gpu_staging_bytes,
     )
 
 

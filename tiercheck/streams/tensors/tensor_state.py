@@ -13,6 +13,7 @@ from tiercheck.kernels.threads import processors_of_rank
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.exact import Exact
+from tiercheck.streams.device.cuda import finish_all
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.gradients.encoder import forget_sent
 from tiercheck.streams.loading import Loading
@@ -76,6 +77,7 @@ class TensorState:
             world_size,
             train_on_compressed=self._config.train_on_compressed,
             encode_threads=self._config.encode_threads,
+            gpu_staging_bytes=self._config.gpu_staging_bytes,
         )
 
     def reader(self) -> TensorReader:
@@ -181,6 +183,7 @@ class TensorReader:
             for step in run.steps:
                 forget_sent(residuals, step.gradients)
 
+        finish_all(self._provider.masters().values())  # threads copy to them, in other streams than the script's
         start = placed(self._provider, start, threads=self.threads)
         self._provider.load(
             masters=start.masters,
@@ -188,6 +191,7 @@ class TensorReader:
             extras=start.extras,
             hyperparameters=start.hyperparameters,
         )
+        finish_all(self._provider.masters().values())
         replayed = await replay_runs(
             self._provider,
             make,

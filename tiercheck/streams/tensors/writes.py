@@ -120,12 +120,13 @@ class Watch:
 
     def _differing(self, now: Seen) -> tuple[str, ...]:
         before = self._marked
+        names: tuple[str, ...] = ()
+        if before[:4] != now[:4]:
+            was, is_now = by_name(before), by_name(now)
+            names = tuple(name for name in {**was, **is_now} if was.get(name) != is_now.get(name))
         if before.on_device is not None and now.on_device is not None:
-            self._comparisons.append(Comparison(before.on_device, now.on_device))
-        if before[:4] == now[:4]:
-            return ()
-        was, is_now = by_name(before), by_name(now)
-        return tuple(name for name in {**was, **is_now} if was.get(name) != is_now.get(name))
+            self._comparisons.append(Comparison(before.on_device, now.on_device, known=names))
+        return names
 
     def _look(self, *, sampled: bool = True) -> Seen:
         tensors = self._tensors()

@@ -1,0 +1,232 @@
+"""Differentials of gradients on a device: what the record holds is what the step was given, whatever runs when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.device_state import DeviceState
+from tests.reordering import Reordering, uncovered
+from tiercheck.errors import CapacityExceeded
+from tiercheck.format import container
+from tiercheck.keys import ShardKey
+from tiercheck.streams.codecs import codec as codec_of
+from tiercheck.streams.codecs import decode
+from tiercheck.streams.gradients import staged
+from tiercheck.streams.gradients.encoder import scratch
+from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.state import WrittenUnseen
+from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
+
+SEEDS = range(25)
+SHAPES = {"one": (7, 9), "two": (2300,), "three": (1,), "none": (0,)}
+CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", "int8+feedback"]
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
+
+
+class Values(DeviceState):
+    """``rough``: values that bf16 does not hold."""
+
+    rough = False
+    expected: torch.dtype | None = None
+
+    def true_gradients(self, version: int) -> dict[str, torch.Tensor]:
+        found = super().true_gradients(version)
+        return {name: each * (1 + 2.0**-12) if self.rough else each for name, each in found.items()}
+
+    def gradient_dtypes(self) -> dict[str, torch.dtype]:
+        return {} if self.expected is None else dict.fromkeys(SHAPES, self.expected)
+
+
+class Rough(Values):
+    rough = True
+
+
+class ExpectsBfloat16(Values):
+    expected = torch.bfloat16
+
+
+class ExpectsInVain(Rough):
+    expected = torch.bfloat16
+
+
+def records(
+    device: Reordering,
+    *,
+    codec: str = "exact",
+    kind: type[DeviceState] = Values,
+    dtype: torch.dtype = torch.float32,
+    parts: int = 1,
+) -> None:
+    """Three records of a loop on a stream of its own, which overwrites each gradient right after the hook, and lets
+    others have its memory."""
+    state = kind(device, dtype=dtype, shapes=SHAPES)
+    stream = DifferentialStream(state, codec, 1, device=device, gpu_staging_bytes=1)
+    residuals: dict[str, np.ndarray[Any, Any]] = {}
+    training, backward = device.side("training"), device.side("backward")
+    late: list[Callable[[], None]] = []
+    with device.on(training):
+        stream.mark_stepped()
+        for version in range(1, 4):
+            with device.on(backward):  # gradients are allocated and computed in another stream
+                gradients = state.backward()
+            training.wait(backward.record())
+            true = state.true_gradients(version)
+            assert not stream.masters_written()
+            memory = bytearray(stream.nbytes_max)
+            record = stream.begin(ShardKey.differential(1, version, version, 0), memoryview(memory))
+            names = list(gradients)
+            for at in range(parts):
+                add(stream, record, {name: gradients[name] for name in names[at::parts]})
+            state.step()
+            for gradient in gradients.values():
+                device.write(gradient, lambda memory: memory.fill_(float("nan")))
+                device.free(training, backward, partial(gradient.data.fill_, 77.0))
+            stream.mark_stepped()
+            state.forward()
+            assert not stream.masters_written()
+            close = record.later(skipped=False)
+            assert close is not None
+            stream.mark_published()
+            late.append(partial(closed, device, stream, record, close, version, codec, true, residuals))
+            if len(late) == 2:
+                late.pop(0)()
+        for each in late:
+            each()
+    device.finish()
+    state.check_now()
+
+
+def add(stream: DifferentialStream, record: Any, gradients: dict[str, torch.Tensor]) -> None:
+    try:
+        record.add(gradients)
+    except CapacityExceeded:
+        record.move(memoryview(bytearray(stream.nbytes_unexpected)))
+        record.add(gradients)
+
+
+def closed(
+    device: Reordering,
+    stream: DifferentialStream,
+    record: Any,
+    close: Callable[[], int],
+    version: int,
+    codec: str,
+    true: dict[str, torch.Tensor],
+    residuals: dict[str, np.ndarray[Any, Any]],
+) -> None:
+    """Close it, as another thread does, and look at what it holds."""
+    with device.on(device.default):
+        try:
+            nbytes = close()
+        except CapacityExceeded:
+            record.move(memoryview(bytearray(stream.nbytes_unexpected)))
+            nbytes = close()
+    shard = container.parse(bytes(record.given[:nbytes]))
+    shard.verify()
+    (found,) = read_differentials(shard, tier="test")
+    assert set(found.gradients()) == set(true)
+    for name, value in true.items():
+        expected = encoded_on_host(codec, name, value, version, residuals)
+        assert torch.equal(found.gradient(name), expected), f"{name} of version {version} (seed {device.seed})"
+    assert torch.equal(found.buffers()["mean"], torch.full((3,), 0.25 * version)), f"seed {device.seed}"
+
+
+def encoded_on_host(
+    text: str, name: str, value: torch.Tensor, version: int, residuals: dict[str, np.ndarray[Any, Any]]
+) -> torch.Tensor:
+    """What the codec makes of the gradient in host memory."""
+    parts: dict[str, Any] = {}
+
+    def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+        memory = scratch(suffix, dtype, shape)
+        parts[suffix] = container.TensorEntry("part", dtype, shape, memory, "")
+        return memory
+
+    chosen, dtype = codec_of(text), dtype_name(value, name)
+    size = chosen.residual_size(dtype, tuple(value.shape))
+    residual = residuals.setdefault(name, np.zeros(size, np.float32)) if size else None
+    encoding = chosen.encode(array_of(value), dtype, seed=version, slot=slot, residual=residual)
+    return tensor_of(decode(encoding.to_object(), parts), dtype)
+
+
+@pytest.fixture(autouse=True)
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record remembers its memory."""
+    from tiercheck.streams.records.differential import DifferentialCapture
+
+    init, move = DifferentialCapture.__init__, DifferentialCapture.move
+
+    def begun(self: Any, stream: Any, key: Any, memory: memoryview, *rest: Any) -> None:
+        init(self, stream, key, memory, *rest)
+        self.given = memory
+
+    def moved(self: Any, memory: memoryview) -> None:
+        move(self, memory)
+        self.given = memory
+
+    monkeypatch.setattr(DifferentialCapture, "__init__", begun)
+    monkeypatch.setattr(DifferentialCapture, "move", moved)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_every_codec_records_what_the_step_was_given(codec: str, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        records(Reordering(seed), codec=codec, dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [Values, Rough, ExpectsBfloat16, ExpectsInVain], ids=lambda kind: kind.__name__)
+def test_a_record_holds_what_the_step_was_given(seed: int, kind: type[DeviceState]) -> None:
+    records(Reordering(seed), kind=kind, parts=1 + seed % 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_that_is_not_pinned_is_gone_round(seed: int) -> None:
+    records(Reordering(seed, pins=False))
+    records(Reordering(seed, pins=False), codec="nf4")
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": Rough}, {"kind": ExpectsBfloat16}, {"codec": "nf4"}], ids=["direct", "by host", "nf4"]
+)
+def test_every_wait_of_a_record_is_needed(options: dict[str, Any]) -> None:
+    assert uncovered(partial(records, **options), range(30)) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_write_past_torchs_counters_is_found_when_the_record_is_closed(seed: int) -> None:
+    device = Reordering(seed)
+    state = Values(device, shapes=SHAPES)
+    stream = DifferentialStream(state, "exact", 1, device=device)
+    with device.on(device.side("training")):
+        stream.mark_stepped()
+        stream.mark_published()
+        device.write_unseen(state.masters()["two"], lambda master: master.mul_(2))
+        gradients = state.backward()
+        assert not stream.masters_written(), "torch counts nothing"
+        record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
+        record.add(gradients)
+        close = record.later(skipped=False)
+        assert close is not None
+    with pytest.raises(WrittenUnseen, match="two"):
+        close()
+    record.abandon()
+
+
+def test_the_ring_is_as_long_as_a_record_needs_and_no_longer_than_is_allowed() -> None:
+    device = Reordering(0)
+    assert staged.Ring(device, 1 << 30, 10_000).nbytes == 4 * 4096
+    assert staged.Ring(device, 1, 1 << 20).nbytes == 2 * 4096
+    assert staged.Ring(device, 5 * 4096, 1 << 20).nbytes == 5 * 4096
+    assert staged.Ring(device, 1 << 30, 100).nbytes == 2 * 4096

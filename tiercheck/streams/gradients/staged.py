@@ -1,0 +1,328 @@
+"""Gradients on a device, on their way into host memory while training goes on.
+
+What the optimizer's step waits for, by an event, is a pass on the device: gradients are encoded, or copied as they are,
+into a ring of chunks that was allocated beforehand. A chunk then goes to host memory by one copy, by another stream,
+and may be filled again when that has ended. If the ring holds all of a record, the step waits for nothing else.
+
+A gradient goes to one of two places:
+
+- **into the record itself**, in pinned memory of the first tier, if what is stored of it has a length that is known
+  beforehand: as it is (``exact``), or as the codes of a block codec (``int8``, ``nf4``, ``onebit`` without feedback),
+  which a kernel makes on the device;
+- **into pinned host memory** as it is, from where it is encoded when the record is closed, beside training: for every
+  other codec; for fp32 gradients that ``exact`` is expected to store as bf16 or fp16; and if the tier's memory is not
+  pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tiercheck.format.header import round_up
+from tiercheck.streams.codecs import FLOATS, Codec, Part
+from tiercheck.streams.codecs.blocks import BlockCodec
+from tiercheck.streams.codecs.exact import Exact
+from tiercheck.streams.device.protocol import Device, Event
+from tiercheck.streams.tensors.as_bytes import NAMES
+from tiercheck.types import bytes_text
+
+__all__ = ["CHUNK_NBYTES", "Flight", "Landing", "Ring", "Staged", "is_direct"]
+
+log = logging.getLogger(__name__)
+
+CHUNK_NBYTES = 16 << 20
+"""Of the ring; between two copies of so many bytes the device serves other streams."""
+CHUNKS_MIN = 2
+"""One is filled while another one is copied."""
+CHUNK_NBYTES_MIN = 4096
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where one tensor goes: each of its parts begins so many bytes after the beginning of the target."""
+
+    tensor: torch.Tensor
+    parts: tuple[int, ...]
+    codec: BlockCodec | None = None
+    """``None``: it is copied as it is."""
+
+    def nbytes(self, elements: int) -> tuple[int, ...]:
+        """Of each part, for so many elements from a block's beginning on."""
+        if self.codec is None:
+            return (elements * self.tensor.element_size(),)
+        return tuple(part.nbytes for part in self.codec.parts(elements))
+
+    @property
+    def block(self) -> int:
+        """Elements that are not parted."""
+        return 1 if self.codec is None else self.codec.block
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some elements of a tensor, and where their parts lie in the chunk."""
+
+    landing: Landing
+    start: int
+    stop: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """From the chunk to the target."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    pieces: tuple[Piece, ...]
+    copies: tuple[Copy, ...]
+    gaps: tuple[tuple[int, int], ...]
+    """What these copies write to the target beside the parts: first byte and end."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Tensors on their way to host memory."""
+
+    ended: Event
+    gaps: tuple[tuple[int, int], ...]
+
+    def land(self, target: torch.Tensor) -> None:
+        """Wait for them, and clear what was written between them."""
+        self.ended.wait()
+        for start, stop in self.gaps:
+            target[start:stop] = 0
+
+
+class Ring:
+    """Memory of the device that all records of a rank go through. Training's thread uses it."""
+
+    def __init__(self, device: Device, nbytes_max: int, record_nbytes: int) -> None:
+        """``nbytes_max``: what it may take; ``record_nbytes``: more than a record has, and another chunk, is of no use.
+        Errors: ``CapacityExceeded`` if the device lacks the memory."""
+        self.chunk_nbytes = min(CHUNK_NBYTES, max(CHUNK_NBYTES_MIN, round_up(record_nbytes)))
+        most = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
+        self._count = min(most, max(CHUNKS_MIN, -(-record_nbytes // self.chunk_nbytes) + 1))
+        self._device = device
+        self._memory = device.memory(self.nbytes)
+        self._encoding = device.side("gradients")
+        self._copying = device.side("copies")
+        self._emptied: list[Event | None] = [None] * self._count
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self.chunk_nbytes
+
+    def send(self, landings: Sequence[Landing], target: torch.Tensor) -> Flight:
+        """Put the tensors on their way to ``target``, which the caller keeps until they have landed. They may be
+        written to by what the calling thread puts into its current stream from now on, and freed by whoever may free
+        them when the optimizer, which steps in that stream, has read them."""
+        current = self._device.current()
+        self._encoding.wait(current.record())
+        gaps: list[tuple[int, int]] = []
+        for chunk in chunks_of(landings, self.chunk_nbytes):
+            place, self._next = self._next, (self._next + 1) % self._count
+            memory = self._memory[place * self.chunk_nbytes : (place + 1) * self.chunk_nbytes]
+            if (emptied := self._emptied[place]) is not None:
+                self._encoding.wait(emptied)
+            self._encoding.run(partial(fill, chunk.pieces, memory, self._device))
+            self._copying.wait(self._encoding.record())
+            self._copying.run(partial(copy_out, chunk.copies, memory, target))
+            self._emptied[place] = self._copying.record()
+            gaps += chunk.gaps
+        current.wait(self._encoding.record())
+        return Flight(self._copying.record(), tuple(gaps))
+
+
+def chunks_of(landings: Sequence[Landing], chunk_nbytes: int) -> Iterator[Chunk]:
+    """The tensors, in order, in as few chunks as hold them."""
+    pieces: list[Piece] = []
+    at = 0
+    for landing in landings:
+        start, size = 0, landing.tensor.numel()
+        while start < size:
+            stop = fitting(landing, start, size, chunk_nbytes - at)
+            if stop == start:
+                yield chunk_made_of(pieces)
+                pieces, at = [], 0
+                continue
+            places = []
+            for nbytes in landing.nbytes(stop - start):
+                places.append(at)
+                at += round_up(nbytes)
+            pieces.append(Piece(landing, start, stop, tuple(places)))
+            start = stop
+    if pieces:
+        yield chunk_made_of(pieces)
+
+
+def fitting(landing: Landing, start: int, size: int, room: int) -> int:
+    """The end of those elements from ``start`` on whose parts fit into the room."""
+
+    def taken(elements: int) -> int:
+        return sum(map(round_up, landing.nbytes(elements)))
+
+    if taken(size - start) <= room:
+        return size
+    blocks = room // max(1, sum(landing.nbytes(landing.block)))
+    while blocks > 0 and taken(blocks * landing.block) > room:
+        blocks -= 1 + blocks // 1024
+    return start + max(0, blocks) * landing.block
+
+
+def chunk_made_of(pieces: Sequence[Piece]) -> Chunk:
+    """Parts that lie behind one another in the chunk as in the target are copied together."""
+    parts = [
+        Copy(place, begin + before, nbytes)
+        for piece in pieces
+        for place, begin, before, nbytes in zip(
+            piece.places,
+            piece.landing.parts,
+            piece.landing.nbytes(piece.start),
+            piece.landing.nbytes(piece.stop - piece.start),
+            strict=True,
+        )
+    ]
+    copies: list[Copy] = []
+    gaps: list[tuple[int, int]] = []
+    for part in parts:
+        last = copies[-1] if copies else None
+        if last is not None and part.target - last.target == part.source - last.source:
+            if (end := last.target + last.nbytes) < part.target:
+                gaps.append((end, part.target))
+            copies[-1] = Copy(last.source, last.target, part.source + part.nbytes - last.source)
+        else:
+            copies.append(part)
+    return Chunk(tuple(pieces), tuple(copies), tuple(gaps))
+
+
+def fill(pieces: Sequence[Piece], memory: torch.Tensor, device: Device) -> None:
+    """On the device: what is stored of the pieces goes into the chunk."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for piece in pieces:
+        landing = piece.landing
+        values = landing.tensor.detach().reshape(-1)[piece.start : piece.stop]
+        places = [
+            memory[at : at + nbytes]
+            for at, nbytes in zip(piece.places, landing.nbytes(piece.stop - piece.start), strict=True)
+        ]
+        if landing.codec is None:
+            targets.append(places[0].view(values.dtype))
+            sources.append(values)
+        else:
+            codes, scales = places
+            device.quantise(landing.codec.name, values.float().contiguous(), codes, scales)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def copy_out(copies: Sequence[Copy], memory: torch.Tensor, target: torch.Tensor) -> None:
+    for each in copies:
+        into = target[each.target : each.target + each.nbytes]
+        into.copy_(memory[each.source : each.source + each.nbytes], non_blocking=True)
+
+
+def is_direct(codec: Codec, dtype: str, expected: str) -> bool:
+    """Whether what is stored of a gradient is made on the device. ``expected``: the dtype in which ``exact`` is
+    expected to store it."""
+    if type(codec) is Exact:
+        return dtype == expected or dtype != "F32"
+    return isinstance(codec, BlockCodec) and dtype in FLOATS
+
+
+class Staged:
+    """The gradients of one record. Training's thread sends them, and another one takes what has landed."""
+
+    def __init__(
+        self, ring: Ring, hosts: HostMemory, memory: memoryview, *, pinned: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """``memory``: of the record."""
+        self._ring = ring
+        self._hosts = hosts
+        self._record = whole(memory)
+        self.is_pinned = pinned(self._record)
+        self._flights: list[tuple[Flight, torch.Tensor]] = []
+        self._borrowed: list[torch.Tensor] = []
+        self.host: dict[str, torch.Tensor] = {}
+        """What lands in host memory as it is, by name."""
+
+    def send(self, landings: Sequence[Landing]) -> None:
+        """Into the record."""
+        self._flights.append((self._ring.send(landings, self._record), self._record))
+
+    def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Into pinned host memory. Errors: ``CapacityExceeded``."""
+        starts: dict[str, int] = {}
+        at = 0
+        for name, tensor in tensors.items():
+            starts[name] = at
+            at += round_up(tensor.numel() * tensor.element_size())
+        host = self._hosts.borrow(at)
+        self._borrowed.append(host)
+        landings = [Landing(tensor, (starts[name],)) for name, tensor in tensors.items()]
+        self._flights.append((self._ring.send(landings, host), host))
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            held = host[starts[name] : starts[name] + nbytes]
+            self.host[name] = held.view(tensor.dtype).view(tensor.shape)
+
+    def land(self) -> None:
+        """Wait until everything is where it was sent. Idempotent."""
+        flights, self._flights = self._flights, []
+        for flight, target in flights:
+            flight.land(target)
+
+    def moved(self, memory: memoryview) -> None:
+        """The record goes on in other memory, and what has landed was copied there."""
+        self._record = whole(memory)
+
+    def close(self) -> None:
+        """Everything has landed, and was taken. Idempotent."""
+        self.host.clear()
+        for each in self._borrowed:
+            self._hosts.give_back(each)
+        self._borrowed.clear()
+        self._record = torch.empty(0)  # the tier reuses the memory only when nobody has a view of it
+
+
+class HostMemory:
+    """Pinned memory that records in flight borrow: as much as their gradients have, for each of them at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def borrow(self, nbytes: int) -> torch.Tensor:
+        """Errors: ``CapacityExceeded``."""
+        for each in list(self._free):
+            self._free.remove(each)
+            if each.numel() >= nbytes:
+                return each
+        log.info("%s of pinned host memory for gradients of %s", bytes_text(nbytes), self._device.name)
+        return self._device.pinned(nbytes)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        self._free.append(memory)
+
+
+def whole(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def parts_of(codec: Codec, tensor: torch.Tensor) -> tuple[Part, ...]:
+    """What is stored of a gradient that :func:`is_direct`."""
+    if isinstance(codec, BlockCodec):
+        return codec.parts(tensor.numel())
+    return (Part("", NAMES[tensor.dtype], tuple(tensor.shape)),)
