@@ -2,7 +2,8 @@
 
 ``step``: jobs of three sizes, by codec and tiers, against the same job unsaved. ``stall``: how long the differential of
 such a step makes it stand still; and that of many small tensors, against the same elements in ten. Subject and ceiling
-are measured in turns. Take the figures on a machine that does nothing else.
+are measured in turns. Take the figures on a machine that does nothing else. ``--device cuda`` measures jobs on a GPU
+instead (:mod:`benchmarks.overhead.on_gpu`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from benchmarks.figures import Figure, Measured, Unavailable
 from benchmarks.machine import machine_facts
 from benchmarks.measure import pair_count
+from benchmarks.overhead import on_gpu
 from benchmarks.overhead.jobs import Twins, two_cores
 from benchmarks.overhead.matrix import Cell, cells_of, figures_of, seconds_of
 from benchmarks.overhead.small_tensors import FEW, MANY, stall_s
@@ -30,6 +32,7 @@ from benchmarks.training import threads_of_torch
 __all__ = ["add_command"]
 
 ELEMENTS = 4 << 20
+MEMORY = 96 << 30
 RATIO_MAX = 3.0
 SECONDS = 540.0
 SIZES = ("demo", "40M", "127M")
@@ -48,11 +51,17 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--elements", type=int, default=ELEMENTS, help=f"fp32 elements of a differential ({ELEMENTS})")
     parser.add_argument("--tensors", type=int, nargs="+", default=MANY, metavar="N", help="in so many tensors")
     parser.add_argument("--pairs", type=pair_count, default=5, help="pairs of a ratio of many tensors to few (5)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the jobs train (cpu)")
+    parser.add_argument(
+        "--memory", type=int, default=MEMORY, help=f"bytes of the first tier of a job on a GPU ({MEMORY >> 30} GiB)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 if a job failed."""
+    """1 if a job failed, 2 if there is no GPU and one was asked for."""
+    if arguments.device == "cuda":
+        return run_on_gpu(arguments)
     cells = chosen(cells_of(("quick",) if arguments.quick else SIZES), arguments.only)
     tensors = [each for each in arguments.tensors if is_chosen(f"tensors.{each}", arguments.only)]
     if arguments.list:
@@ -67,6 +76,37 @@ def run(arguments: argparse.Namespace) -> int:
             pairs = asyncio.run(measured(arguments.elements, count, arguments.pairs))
             found = Measured(summarise_times(pairs), "s", "shm", 4 * arguments.elements, {"tensors": count})
             report.figure(line_of(figure_of(count), found))
+    report.close()
+    return failed
+
+
+def run_on_gpu(arguments: argparse.Namespace) -> int:
+    wanted = [name for name in on_gpu.names(tuple(on_gpu.SIZES)) if is_chosen(name, arguments.only)]
+    if arguments.list:
+        print(*wanted, sep="\n")
+        return 0
+    try:
+        gpu = on_gpu.need_gpu()
+    except Unavailable as reason:
+        progress(f"error: {reason}")
+        return 2
+    report = JsonReport() if arguments.json else TableReport()
+    report.machine({**machine_facts(), "gpu": gpu})
+    failed = 0
+    for name in wanted:
+        progress(name)
+        kind, _, of = name.removeprefix("cuda.").partition(".")
+        try:
+            if kind == "step":
+                size, codec = of.split(".")
+                found = asyncio.run(on_gpu.step_figure(size, codec, arguments.pairs, arguments.memory))
+            else:
+                found = asyncio.run(on_gpu.copy_figure(arguments.pairs))
+        except Exception as error:  # noqa: BLE001  (the others are measured all the same)
+            failed = 1
+            report.figure({"figure": name, "failed": f"{type(error).__name__}: {error}"})
+            continue
+        report.figure(line_of(*found))
     report.close()
     return failed
 

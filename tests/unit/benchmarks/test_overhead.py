@@ -71,3 +71,13 @@ def test_a_job_that_fails_keeps_no_other_from_being_measured(
     assert main(["overhead", "--json", "--quick", "--directory", missing, "--only", "quick.exact.shm"]) == 1
     _, failed = map(json.loads, capsys.readouterr().out.splitlines())
     assert "missing" in failed["failed"]
+
+
+def test_without_a_gpu_a_job_on_one_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["overhead", "--device", "cuda"]) == 2
+    assert "--device cuda needs a GPU" in capsys.readouterr().err
+    assert main(["overhead", "--device", "cuda", "--list"]) == 0
+    assert "cuda.step.1B.nf4" in capsys.readouterr().out.split()

@@ -1,0 +1,151 @@
+"""The same on a GPU: a GPT in bf16, whose steps are saved every time or not at all, in turns.
+
+``--device cuda``. Two models of one shape are on the device. The host runs ahead of it, so that what is measured is a
+block of steps, from an idle device to an idle device. ``copy``: the first tier's copies against ``cudaMemcpyAsync``
+from the device to pinned memory, in the same chunks.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from benchmarks.figures import Figure, Measured, Unavailable
+from benchmarks.pairs import Repetition, interleave, summarise, summarise_times
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.demo.training.model import GPT
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach
+from tiercheck.streams.device.cuda import device_of
+from tiercheck.streams.gradients.staged import Landing, Ring
+from tiercheck.tiers.shm.namespaces import remove_namespace
+
+__all__ = ["CODECS", "SIZES", "Shape", "copy_figure", "names", "need_gpu", "step_figure"]
+
+BLOCK = 20
+"""Steps of a block."""
+RATIO_MAX = 1.01
+COPY_MIN = 0.9
+COPY_NBYTES = 1 << 30
+CODECS = ("exact", "nf4")
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    layers: int
+    heads: int
+    sequence: int = 1024
+    batch: int = 8
+
+
+SIZES: Mapping[str, Shape] = MappingProxyType({"350M": Shape(1024, 28, 16), "1B": Shape(2048, 20, 16)})
+
+
+def need_gpu() -> str:
+    """The GPU's name. Errors: ``Unavailable``."""
+    if not torch.cuda.is_available():
+        why = "this torch is built for CPUs" if torch.version.cuda is None else "torch finds none"
+        raise Unavailable(f"--device cuda needs a GPU, and {why}")
+    return torch.cuda.get_device_name()
+
+
+class Training:
+    """Its batches are drawn on the device; what they hold does not matter."""
+
+    def __init__(self, shape: Shape) -> None:
+        torch.manual_seed(1)
+        model = GPT(width=shape.width, layers=shape.layers, heads=shape.heads, sequence=shape.sequence, dropout=0.0)
+        self.model = model.to("cuda", torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._batches = torch.randint(256, (4, shape.batch, shape.sequence), device="cuda")
+
+    def block(self, checkpointer: Checkpointer | None) -> float:
+        """Seconds a step."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for at in range(BLOCK):
+            batch = self._batches[at % 4]
+            self.model(batch, batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if checkpointer is not None:
+                checkpointer.end_iteration()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / BLOCK
+
+
+async def step_figure(size: str, codec: str, pairs: int, memory: int) -> tuple[Figure[Any], Measured]:
+    """``memory``: of the first tier, in bytes. Errors: ``Unavailable``; those of attaching."""
+    gpu = need_gpu()
+    saved, plain = Training(SIZES[size]), Training(SIZES[size])
+    name = f"benchmark-{uuid.uuid4().hex[:8]}"
+    config = CheckpointConfig(base_every=1000, bases="capture", codec=codec)
+    checkpointer = attach(saved.model, saved.optimizer, Hierarchy.of(f"shm://{name}?size={memory}"), config=config)
+    try:
+
+        async def with_saving() -> float:
+            seconds = saved.block(checkpointer)
+            checkpointer.flush()  # what is still on its way must not slow the other one down
+            return seconds
+
+        async def without() -> float:
+            return plain.block(None)
+
+        found = await interleave(with_saving, without, pairs=pairs, warmups=2)
+        stats = checkpointer.stats
+    finally:
+        checkpointer.abort()
+        remove_namespace(name)
+    parameters = sum(each.numel() for each in saved.model.parameters())
+    details = {
+        "parameters": parameters,
+        "stall a step": stats.differential_stall_s / max(1, stats.differentials),
+        "bytes a step": stats.captured_bytes // max(1, stats.differentials),
+    }
+    meaning = f"a step of {parameters:,} bf16 parameters that is saved by {codec}, against one that is not"
+    figure: Figure[Any] = Figure(f"cuda.step.{size}.{codec}", meaning, goal=RATIO_MAX, at_most=True)
+    return figure, Measured(summarise_times(found), "s", gpu, 2 * parameters, details)
+
+
+async def copy_figure(pairs: int) -> tuple[Figure[Any], Measured]:
+    """Errors: ``Unavailable``."""
+    gpu = need_gpu()
+    source = torch.zeros(COPY_NBYTES, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+    device = device_of([source])
+    assert device is not None
+    ring = Ring(device, 512 << 20, COPY_NBYTES)
+
+    def ours() -> None:
+        ring.send([Landing(source, (0,))], target).ended.wait()
+
+    def at_once() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    found = await interleave(repeated(ours), repeated(at_once), pairs=pairs, warmups=2)
+    meaning = "gradients by way of the ring, against one cudaMemcpyAsync to pinned memory"
+    figure: Figure[Any] = Figure("cuda.copy/cudaMemcpyAsync", meaning, goal=COPY_MIN)
+    return figure, Measured(summarise(found, COPY_NBYTES), "bytes/s", gpu, COPY_NBYTES)
+
+
+def repeated(work: Callable[[], None]) -> Repetition:
+    async def repetition() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return repetition
+
+
+def names(sizes: Sequence[str]) -> list[str]:
+    return [*(f"cuda.step.{size}.{codec}" for size in sizes for codec in CODECS), "cuda.copy/cudaMemcpyAsync"]
