@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,8 @@ class DeviceMemoryOfTests:
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
         self.wrap = wrap
 
-    def stream(self, tensor: torch.Tensor) -> None:
-        return None
+    def stream(self, tensor: torch.Tensor) -> nullcontext[None]:
+        return nullcontext()
 
     def borrow(self, tensor: torch.Tensor, stream: Any) -> Any:
         return self.wrap(tensor.numpy())

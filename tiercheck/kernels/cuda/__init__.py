@@ -36,7 +36,7 @@ from tiercheck.kernels.cuda.compaction import (
 )
 from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents, unpack_exponents
 from tiercheck.kernels.cuda.gpu_adam import replay_gpu_adam
-from tiercheck.kernels.cuda.module import borrow, low_priority_stream, stream_of, warm_up
+from tiercheck.kernels.cuda.module import borrow, low_priority_stream, torch_stream, warm_up
 from tiercheck.kernels.cuda.patterns import (
     find_low_halves,
     join_exponents,
@@ -75,8 +75,8 @@ __all__ = [
     "select_threshold",
     "settle",
     "split_exponents",
-    "stream_of",
     "to_half",
+    "torch_stream",
     "unpack_exponents",
     "warm_up",
     "widen_into",

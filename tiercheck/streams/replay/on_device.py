@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -34,8 +35,9 @@ PIECE = 1 << 25
 class DeviceMemory(Protocol):
     """How torch's tensors on a device are handed to kernels."""
 
-    def stream(self, tensor: torch.Tensor) -> Any:
-        """The stream that torch puts work on this tensor into: what comes before, and after, is ordered."""
+    def stream(self, tensor: torch.Tensor) -> AbstractContextManager[Any]:
+        """The stream that torch puts work on this tensor into: what comes before, and after, is ordered. Kernels are
+        put there inside of the context."""
         ...
 
     def borrow(self, tensor: torch.Tensor, stream: Any) -> Any:
@@ -46,10 +48,10 @@ class DeviceMemory(Protocol):
 class CudaMemory:
     """Through CuPy."""
 
-    def stream(self, tensor: torch.Tensor) -> Any:
+    def stream(self, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         from tiercheck.kernels import cuda
 
-        return cuda.stream_of(torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index)
+        return cuda.torch_stream(torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index)
 
     def borrow(self, tensor: torch.Tensor, stream: Any) -> Any:
         from tiercheck.kernels import cuda
@@ -76,14 +78,14 @@ class DeviceReplay:
         """Apply the steps to the state, in place, in one pass over it. Their gradients are brought to the device, of so
         many elements at a time: there is little memory to spare. The host does not wait for the kernel. Errors:
         ``ConfigurationError`` if the tensors cannot be worked on."""
-        stream = self.memory.stream(master)
         flat = {name: each.detach().view(-1) for name, each in {"param": master, **state}.items()}
-        for start in range(0, master.numel(), PIECE):
-            piece = slice(start, min(start + PIECE, master.numel()))
-            brought = [placed(each, piece, master.device) for each in gradients]
-            held = {name: self.memory.borrow(each[piece], stream) for name, each in flat.items()}
-            there = [self.memory.borrow(each, stream) for each in brought]
-            self.function(held.pop("param"), held, there, steps, stream=stream)
+        with self.memory.stream(master) as stream:
+            for start in range(0, master.numel(), PIECE):
+                piece = slice(start, min(start + PIECE, master.numel()))
+                brought = [placed(each, piece, master.device) for each in gradients]
+                held = {name: self.memory.borrow(each[piece], stream) for name, each in flat.items()}
+                there = [self.memory.borrow(each, stream) for each in brought]
+                self.function(held.pop("param"), held, there, steps, stream=stream)
 
 
 def placed(gradient: Gradient, piece: slice, device: torch.device) -> torch.Tensor:

@@ -47,7 +47,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 class Loop:
     """A loop on a stream of its own. Gradients are overwritten right after the step, as by ``zero_grad``, and freed."""
 
-    made: ClassVar[list[Loop]]
+    made: ClassVar[list[Loop]] = []
 
     def __init__(self, device: Reordering, name: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         monkeypatch.setattr(iteration, "device_of", lambda tensors: device)
