@@ -38,14 +38,19 @@ __all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_confi
 ROOT = Path(__file__).parents[1]
 TAIL_CHARS = 16_000
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONFAULTHANDLER": "1"}
+ADDRESS = "TESTS_FORKS"
+"""The variable that tells a rank, and what it starts, the address of the process that forks."""
+REQUEST_BYTES = 1 << 16
 DUMP_S_MAX = 10.0
 """At the deadline a rank may take so long to write down what its threads are doing."""
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
     "numba",
+    "tiercheck.folding.__main__",
     "tiercheck.integrations.deepspeed",
     "tiercheck.integrations.torch",
     "tiercheck.opening.startup",
+    "tiercheck.streams.rebuilding.folding",
     "torch._dynamo",  # which the first optimizer imports
 )
 
@@ -96,6 +101,7 @@ class Forks:
         When one fails, or at the deadline, all are killed.
         """
         launch = {
+            "address": self.address,
             "program": program,
             "arguments": [*map(str, arguments)],
             "log": str(log),
@@ -184,14 +190,52 @@ def serve(listener: socket.socket) -> None:
 def answer(connection: socket.socket) -> NoReturn:
     """In a process of its own, so that launches of several workers run at a time."""
     try:
-        with connection.makefile("rw") as stream:
-            codes = launch(**json.loads(stream.readline()))
-            stream.write(json.dumps(codes) + "\n")
+        text, descriptors = received(connection)
+        request = json.loads(text)
+        os.environ[ADDRESS] = request.pop("address")
+        answers = forked_fold(*descriptors, **request) if descriptors else iter([launch(**request)])
+        with connection.makefile("w") as stream:
+            for each in answers:
+                stream.write(json.dumps(each) + "\n")
+                stream.flush()
     except SystemExit:
         raise  # in a process that was forked for a rank: see start()
     except BaseException:
         traceback.print_exc()
     os._exit(0)
+
+
+def received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A line, and the descriptors that came with it."""
+    text, descriptors, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 2)
+    while text and not text.endswith(b"\n"):
+        text += connection.recv(REQUEST_BYTES)
+    return text, descriptors
+
+
+def forked_fold(channel: int, errors: int, fold: str, environment: Mapping[str, str]) -> Iterator[int]:
+    """The number of a process that is what ``python -m tiercheck.folding FOLD`` would be (``tests/forked_folds.py``);
+    and its exit status, once it has ended."""
+    if pid := os.fork():
+        os.close(channel)
+        yield pid
+        yield os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number, fd in ((0, nothing), (1, nothing), (2, errors)):
+            os.dup2(fd, number)
+        random.seed()
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+        told = {**json.loads(fold), "descriptor": channel}
+        os.getppid = lambda: told["owner"]  # its parent is this process's
+        importlib.import_module("tiercheck.folding.__main__").main(json.dumps(told))
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 def launch(ranks: int, deadline_s: float, *, log: str, **what: Any) -> list[int]:

@@ -7,6 +7,7 @@ place of names, the command line runs with these words; its ranks that recover a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import psutil
 from rich.console import Console
 
 from tests.cluster.forked_ranks import fork_ranks
+from tests.forks import ADDRESS
 from tests.servers.agents import EAGER
 from tiercheck import cli
 from tiercheck.demo import launch
@@ -26,7 +28,7 @@ __all__ = ["SMALL"]
 
 torchrun = launch.torchrun
 
-SMALL = {"steps": 44, "width": 64, "heads": 2, "layers": 2, "sequence": 64, "batch": 5}
+SMALL = {"steps": 26, "width": 64, "heads": 2, "layers": 2, "sequence": 64, "base_every": 8, "batch": 4}
 
 
 DEMOS = {
@@ -40,13 +42,14 @@ DEMOS = {
         on_lost_stage="neighbours",
         **{**SMALL, "steps": 16, "base_every": 4, "batch": 2, "layers": 4},
     ),
-    "fewer-ranks": DemoOptions(Failure.SOFTWARE, seed=15, zero=1, resume_on=1, **{**SMALL, "steps": 24}),
+    "fewer-ranks": DemoOptions(Failure.SOFTWARE, seed=15, zero=1, resume_on=1, **SMALL),
 }
 
 
 def main() -> None:
     if sys.argv[1] == "command":
         sys.argv[1:] = sys.argv[2:]
+        del os.environ[ADDRESS]  # the processes that fold are real ones
         launch.torchrun = last_by_torchrun
         cli.main()
     else:

@@ -20,7 +20,7 @@ from tiercheck.cli import main
 
 pytestmark = pytest.mark.cluster
 COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", "--json"]
-COMMAND += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+COMMAND += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 REQUIRED = {
     "failure",
     "seed",
