@@ -174,6 +174,9 @@ def serve(listener: socket.socket) -> None:
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(module)
+    with contextlib.suppress(ImportError):
+        # Numba learns its types at the first function that it compiles or loads: half a second of each process.
+        importlib.import_module("numba").njit(lambda number: number)(1)
     gc.collect()
     gc.freeze()
     while listener in select.select([listener, sys.stdin], [], [])[0]:
@@ -232,6 +235,8 @@ def forked_fold(channel: int, errors: int, fold: str, environment: Mapping[str, 
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
         told = {**json.loads(fold), "descriptor": channel}
         os.getppid = lambda: told["owner"]  # its parent is this process's
+        # As tests/servers/eager has it.
+        importlib.import_module("tiercheck.folding.settings").stand_back = lambda *_: "nothing: a test waits for it"
         importlib.import_module("tiercheck.folding.__main__").main(json.dumps(told))
     except BaseException:
         traceback.print_exc()
