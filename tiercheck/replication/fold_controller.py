@@ -89,10 +89,6 @@ class FoldController:
         """The versions of the bases that are left to be folded, and are not there yet, if they can be. Oldest first."""
         return [] if self.obstacle(seen) else waiting(seen, self._due, self._blocked_in(seen))
 
-    def lag(self, seen: Observation) -> int:
-        """See :func:`tiercheck.policy.folding.lag`."""
-        return 0 if self.obstacle(seen) else lag(seen, self._due, self._blocked_in(seen))
-
     def obstacle(self, seen: Observation) -> str:
         """Why what is due cannot be folded; empty if it can."""
         if refused := self._refused(seen):
@@ -124,14 +120,15 @@ class FoldController:
     def noted(self, seen: Observation) -> dict[str, Any]:
         """What :class:`~tiercheck.replication.handle.MoverStatus` says of it."""
         obstacle = self.obstacle(seen)
+        due, blocked = ((), ()) if obstacle else (self._due, self._blocked_in(seen))
         return {
             "folded_bases": self.folded_bases,
             "audited_bases": self.audited_bases,
             "differing_version": self._differing[0],
             "differing": self._differing[1],
             "skipped_folds": self.skipped_folds,
-            "unfolded_bases": len(self.waiting(seen)),
-            "fold_lag_versions": self.lag(seen),
+            "unfolded_bases": len(waiting(seen, due, blocked)),
+            "fold_lag_versions": lag(seen, due, blocked),
             "folds_to": self.taken,
             "folds": not obstacle,
             "prepares_folding": self.preparing,

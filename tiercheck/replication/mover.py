@@ -37,6 +37,7 @@ from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING_BASES, MARKING, REPORTING, Actions, copying
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
+from tiercheck.replication.decisions import Decisions
 from tiercheck.replication.fold_controller import FOLDING, FoldController
 from tiercheck.replication.fold_executor import FoldExecutor
 from tiercheck.replication.handle import MoverHandle, MoverStatus
@@ -118,7 +119,7 @@ class Mover:
         if self._folding is not None:
             self._lanes[0].append(Lane(first, (FOLDING,)))
         self._idle = {lane: False for lanes in self._lanes for lane in lanes}
-        self._last_decided: tuple[Observation, dict[int, list[Key]]] | None = None
+        self._decisions = Decisions(placement, retention)
         self._noted: tuple[Observation, set[Copy]] | None = None
         """What the status speaks of, besides counts and errors."""
         self._nudged_at: float | None = None
@@ -310,7 +311,7 @@ class Mover:
             *(actions.deletions(tier, self._reclaimable(seen, tier)) if sure(tier.index) else ()),
             *(
                 Action(copying(transfer.target), str(transfer.target), partial(actions.transfer, transfer))
-                for transfer in self._retention.wanted(seen, self._placement.transfers(seen, closing=closing))
+                for transfer in self._decisions.transfers(seen, closing=closing)
                 if transfer.target_tier == tier.index and visible(transfer.source_tier)
             ),
         ]
@@ -323,21 +324,16 @@ class Mover:
 
     def _has_room(self, seen: Observation) -> bool:
         """Whether the first tier may take one more base."""
-        undrained = self._placement.undrained(seen)
-        return undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen, self._decided(seen)[0])
+        if self._placement.undrained(seen) >= BASES_IN_VOLATILE_TIERS:
+            return False
+        return self._retention.has_room(seen, self._decisions.reclaimable(seen)[0])
 
     def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
-        decided = self._decided(seen)
+        decided = self._decisions.reclaimable(seen)
         allowed, refused = checked_deletions(seen, decided, repr(self._retention.policy))
         self._refusals.note("deletions", refused)
         damaged = outlived(seen, self._retention, self._observer.damaged_there)
         return [*allowed[tier.index], *damaged.get(tier.index, ())]
-
-    def _decided(self, seen: Observation) -> dict[int, list[Key]]:
-        """What retention lets go; decided once for what is known."""
-        if self._last_decided is None or self._last_decided[0] is not seen:
-            self._last_decided = seen, self._retention.reclaimable(seen)
-        return self._last_decided[1]
 
     def _seen(self) -> Observation:
         """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
