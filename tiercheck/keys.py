@@ -113,6 +113,10 @@ class ShardKey:
             check_number("generation of the constants", generation, self.generation)
             check_number("version of the constants", version, VERSION_MAX)
 
+    def __hash__(self) -> int:
+        # Decisions look shards up all the time: few shards of a rank share these numbers.
+        return hash((self.generation, self.first, self.last, self.rank))
+
     @classmethod
     def base(cls, generation: int, version: int, rank: int, refers_to: tuple[int, ...] = ()) -> ShardKey:
         return cls(generation, Stream.BASE, version, version, rank, refers_to)
@@ -232,7 +236,7 @@ class MarkerKey:
     def generation(self) -> int:
         return self.commit.generation
 
-    @property
+    @cached_property
     def shard(self) -> ShardKey:
         return self.commit.shard(self.rank, self.refers_to)
 

@@ -90,7 +90,8 @@ class Placement:
 
     def _lacks(self, seen: Observation, base: ShardKey, target: Role) -> bool:
         held = seen.contents[target.index]
-        newest = max((base.first for base in own_bases(seen, held)), default=-1)
+        there = own_bases(seen, held)
+        newest = there[-1].first if there else -1
         # A base older than the newest there is superseded: it would be copied only to be deleted. But if no tier is
         # shared, the ranks may be able to meet only at that base.
         superseded = base.first < newest and seen.durable.shared

@@ -241,7 +241,7 @@ class Retention:
             elif not target.shared:
                 if self.placement.lacking(seen, key, target):
                     return False
-            elif self._can_come(seen, target, key) and not held.covers(key):
+            elif not held.covers(key) and self._can_come(seen, target, key):
                 return False
         return True
 
