@@ -145,7 +145,12 @@ class Movers:
 
     def has_room(self, index: int) -> bool:
         seen = self.observe(index)
-        return self.decided("room", seen, lambda: self.undrained(index) < 2 and self.retention.has_room(seen))
+        return self.undrained(index) < 2 and self.retention.has_room(seen, self.reclaimable(seen)[0])
+
+    def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
+        """What nothing needs any more, by tier: asked for when the rank wants room, and when its mover decides."""
+        found: dict[int, list[Key]] = self.decided("reclaimable", seen, lambda: self.retention.reclaimable(seen))
+        return found
 
     def decided(self, about: str, seen: Observation, decide: Callable[[], Any], *more: object) -> Any:
         """What ``decide`` answers, or has answered when the rank saw the same."""
@@ -226,7 +231,7 @@ class Movers:
         fold = self.next_fold(seen) if self.folds else None
         if fold is not None and self.has_room(seen.rank):
             found.append(partial(self.do_fold, tiers[0], fold))
-        reclaimable = self.retention.reclaimable(seen)
+        reclaimable = self.reclaimable(seen)
         assert not checked_deletions(seen, reclaimable, "retention")[1], "what is deleted is needed"
         for tier, gone in reclaimable.items():
             if tier not in blocked:

@@ -24,11 +24,13 @@ class _Selector(selectors.BaseSelector):
         self.now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0.0:
+            return []  # something is ready already, and no other thread adds to it
         ready = self._inner.select(0)
         if not ready and timeout is None:
             raise RuntimeError("every task waits, and nothing is left that could happen")
         if not ready and timeout is not None:
-            self.now_s += max(0.0, timeout)
+            self.now_s += timeout
         return ready
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
