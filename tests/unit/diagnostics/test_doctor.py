@@ -152,7 +152,7 @@ async def test_a_tier_that_is_too_small_says_so(name: str) -> None:
         ("nothing://x", "no driver nothing:// (installed are"),
         ("memory://x?colour=1", "colour"),
         ("nvme://relative", "absolute"),
-        ("shm://x?size=9999TiB", "does not fit"),
+        ("shm://test-doctor-too-large?size=9999TiB", "does not fit"),
     ],
 )
 async def test_what_cannot_be_opened_is_a_problem_with_advice(url: str, what: str) -> None:
