@@ -203,6 +203,8 @@ def answer(connection: socket.socket) -> NoReturn:
                 stream.flush()
     except SystemExit:
         raise  # in a process that was forked for a rank: see start()
+    except BrokenPipeError:
+        pass  # who asked was killed
     except BaseException:
         traceback.print_exc()
     os._exit(0)
