@@ -12,6 +12,7 @@ An integration drives it through these calls an iteration, of which the user see
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +22,7 @@ import torch
 
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig, refuse_other_kind
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.startup import open_job
@@ -77,6 +78,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
+        self._process = os.getpid()
         self._job = run(
             open_job(
                 TensorState(provider, self.config, loading, stage),
@@ -120,27 +122,32 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         A loop that does not call it has its versions saved when the next forward pass begins. Errors: as
         :meth:`capture`."""
+        self._check_process()
         for action in self._on_end_iteration:
             action()
 
     def report(self, **metrics: float) -> None:
         """Report what was measured of this :attr:`version`, for policies that keep the best. Rank 0's values count.
         Errors: ``SaveError`` (see ``on_save_error``); ``ConfigurationError`` for a second value of the version."""
+        self._check_process()
         run(self._job.report(metrics))
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
+        self._check_process()
         return run(self._job.tier_bytes())
 
     def flush(self) -> None:
         """Bring everything captured to where policy wants it, and return when it is there. Errors: ``SaveError`` naming
         a tier that does not take it in time, and its error."""
+        self._check_process()
         run(self._job.flush())
 
     def close(self) -> None:
         """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent. Errors:
-        as :meth:`flush`, and ``RecoveryError`` if another rank could not; everything is given back all the same."""
-        if self._job.resources.given_back:
+        as :meth:`flush`, and ``RecoveryError`` if another rank could not; everything is given back all the same. In a
+        process that was forked from the one that attached it does nothing: all of it is that one's."""
+        if self._job.resources.given_back or self._is_forked:
             return
         try:
             run(self._job.end(self._on_close))
@@ -151,12 +158,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def abort(self) -> None:
         """Give everything back without flushing. What was captured stays in the first tier. Idempotent. Errors: that of
-        the first action of :meth:`on_end` that fails, when everything is given back."""
+        the first action of :meth:`on_end` that fails, when everything is given back. In a forked process: as
+        :meth:`close`."""
+        if self._is_forked:
+            return
         if error := run(self._job.resources.give_back()):
             raise error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
+        if kind is None or self._is_forked:
             self.close()
         else:  # other ranks may be anywhere; what was captured stays in the first tier, and is found at the restart
             run(self._job.resources.give_back(error))
@@ -166,29 +176,35 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of the coming step, or of a part of it, before it changes anything. ``gradients`` and
         errors: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`."""
+        self._check_process()
         run(self._job.live().capture(version, gradients))
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped: what is written from here to :meth:`complete` is no part of the step."""
+        self._check_process()
         self._job.recorder.stepped(version)
 
     def complete(self, version: int) -> None:
         """The iteration is over: publish the differential, and begin a base if one is due. Returns when the version can
         be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`."""
+        self._check_process()
         run(self._job.recorder.complete(version))
 
     def begin_iteration(self) -> None:
         """The next iteration begins: see whether something was written to after :meth:`complete`, which no version
         holds then. Errors: as :meth:`capture`."""
+        self._check_process()
         run(self._job.live().begin_iteration())
 
     def recapture(self) -> bool:
         """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as
         :meth:`capture`."""
+        self._check_process()
         return run(self._job.live().recapture())
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
+        self._check_process()
         run(self._job.live().skip(version))
 
     def on_end_iteration(self, action: Callable[[], None]) -> None:
@@ -202,3 +218,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def on_end(self, action: Callable[[], None]) -> None:
         """Run ``action`` at the end, by :meth:`close` or :meth:`abort`: the integration takes its hooks away."""
         self._job.resources.on_end.append(action)
+
+    # Details
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork of the one that attached. It has none of its threads, and shares its memory:
+        what it captured would overwrite what the other one is saving."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        """Errors: ``UnsupportedSetup`` in a forked process."""
+        if self._is_forked:
+            raise UnsupportedSetup(
+                f"process {os.getpid()} was forked from process {self._process}, which attached the job and alone "
+                "saves it: train there, or fork before you attach; nothing was saved"
+            )

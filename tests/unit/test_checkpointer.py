@@ -407,6 +407,32 @@ def test_closed_means_closed(hierarchy: Hierarchy) -> None:
     job.train(1)  # the hooks are gone
 
 
+def test_a_forked_process_saves_nothing_and_ends_nothing(hierarchy: Hierarchy) -> None:
+    job = Job()
+    checkpointer = job.attach(hierarchy)
+    job.train(FAILED_AT - 2)
+    if not (child := os.fork()):
+        code = 1
+        try:
+            with checkpointer:
+                for call in (lambda: job.train(FAILED_AT), checkpointer.end_iteration, checkpointer.flush):
+                    with pytest.raises(UnsupportedSetup, match="was forked from process"):
+                        call()
+            checkpointer.abort()
+            code = 0
+        finally:
+            os._exit(code)
+    job.train(FAILED_AT - 1)
+    assert os.waitpid(child, 0)[1] == 0
+    job.train(FAILED_AT)
+    checkpointer.abort()
+    again = resumed(hierarchy)
+    assert again.checkpointer is not None and again.checkpointer.recovery is not None
+    assert again.checkpointer.recovery.version == FAILED_AT
+    assert again.checkpointer.recovery.fidelity is Fidelity.EXACT
+    assert again.state() == uninterrupted(LAST).state()
+
+
 def test_provider_and_checkpointer_can_be_used_without_an_integration(hierarchy: Hierarchy) -> None:
     job = Job()
     provider = ModuleProvider(job.model, job.optimizer)
