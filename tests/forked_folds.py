@@ -3,7 +3,7 @@
 An interpreter that imports torch, and the compiler that torch's first optimizer imports, needs six seconds of a core.
 An agent that finds ``tests/servers/eager`` on its path and ``TESTS_FORKS`` in its environment has its fold processes
 forked instead: each runs the same program, from ``tiercheck.folding``'s ``main`` on. The tests of the processes
-themselves (``tests/cluster/folds``), of agents that fold, and of the demo from the command line start real ones.
+themselves (``tests/cluster/folds``, the demo from the command line, a trainer's own process) start real ones.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from tests import forked_folds
 from tests.cluster.deepspeed.compressed import compressed
 from tests.cluster.deepspeed.edges import EDGES
 from tests.cluster.deepspeed.harness import CASES, deepspeed
@@ -26,13 +25,14 @@ from tests.cluster.deepspeed.pipeline import meetings
 from tests.cluster.deepspeed.replay import check_case
 from tests.cluster.deepspeed.resume import resumes
 from tests.forks import join
+from tests.servers.agents import EAGER
 
 Check = Callable[[], Iterable[str]]
 
 
 def main() -> None:
     directory, chosen = Path(sys.argv[1]), sys.argv[2:]
-    forked_folds.take_effect()
+    sys.path.insert(0, str(EAGER))  # a fold process that stands back may need minutes to import torch
     torch.set_num_threads(1)
     join(timeout=timedelta(seconds=60))
     deepspeed.init_distributed(dist_backend="gloo")
