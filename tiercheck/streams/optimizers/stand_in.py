@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -22,10 +22,19 @@ import numpy as np
 from tiercheck import schema
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gpu_adam import Powers
-from tiercheck.streams.optimizers.optimizer import Candidate, Function, ReplayableOptimizer, Trial
+from tiercheck.streams.optimizers.optimizer import Array, Candidate, Function, ReplayableOptimizer, Trial
 from tiercheck.streams.optimizers.registry import find_optimizer
 
-__all__ = ["PowerTable", "StandIn", "certified_function", "find_stand_in", "known_stand_in", "outcomes_of", "trials_of"]
+__all__ = [
+    "Outcome",
+    "PowerTable",
+    "StandIn",
+    "certified_function",
+    "find_stand_in",
+    "known_stand_in",
+    "trials_of",
+    "with_its_bits",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +69,9 @@ class StandIn:
         return Powers(found)
 
 
+Outcome = Mapping[str, Array]
+"""What a trial leaves: the parameter, and the arrays of its state."""
+
 _known: dict[tuple[str, str], StandIn] = {}
 """By the optimizer's kind and implementation, what :func:`find_stand_in` has found in this process."""
 
@@ -87,6 +99,39 @@ def find_stand_in(kind: str, implementation: str, options: Sequence[Mapping[str,
 
 @cache
 def chosen(optimizer: ReplayableOptimizer[Any], implementation: str, betas: tuple[float, ...], device: str) -> StandIn:
+    def on_host(candidate: Candidate, powers: Powers) -> list[Outcome]:
+        return outcomes_of(optimizer, candidate.on_host(powers), trials_of(optimizer))
+
+    refusal = f"no kernel on the host has the bits of {optimizer.kind} ({implementation})"
+    found = with_its_bits(optimizer, implementation, betas, device, on_host, refusal=refusal)
+    logger.debug("%s stands in for %s (%s)", found.candidate.name, optimizer.kind, implementation)
+    return StandIn(found.candidate.name, digest_of(found.outcomes), tuple(tables_of(found.powers)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that has the optimizer's bits."""
+
+    candidate: Candidate
+    powers: Powers
+    outcomes: Sequence[Outcome]
+    """Of the trials."""
+
+
+def with_its_bits(
+    optimizer: ReplayableOptimizer[Any],
+    implementation: str,
+    betas: Collection[float],
+    device: str,
+    attempt: Callable[[Candidate, Powers], Sequence[Outcome]],
+    *,
+    refusal: str,
+) -> Choice:
+    """The candidate whose ``attempt`` at the trials has the optimizer's bits on ``device``. ``betas``: of the job.
+
+    Errors: ``ConfigurationError``: there is none; the message begins with ``refusal``, and says by how many values each
+    one differs. And those of ``attempt``.
+    """
     from tiercheck.streams.optimizers import device_trials
 
     trials = trials_of(optimizer)
@@ -94,22 +139,17 @@ def chosen(optimizer: ReplayableOptimizer[Any], implementation: str, betas: tupl
         expected = device_trials.outcomes_on_device(optimizer, implementation, device, trials)
     except (AssertionError, RuntimeError, ValueError, TypeError) as error:
         raise ConfigurationError(f"the optimizer could not be tried on {device}: {error}") from error
-    digest = digest_of(expected)
+    needed = {*betas, *(beta for trial in trials for beta in optimizer.betas(trial.options))}
     tried: list[str] = []
     for candidate in optimizer.candidates:
         if implementation not in candidate.implementations:
             continue
-        needed = {*betas, *(beta for trial in trials for beta in optimizer.betas(trial.options))}
         powers = device_trials.powers_on_device(candidate, needed, device)
-        differing = differing_values(outcomes_of(optimizer, candidate.on_host(powers), trials), expected)
+        differing = differing_values(attempt(candidate, powers), expected)
         if differing == 0:
-            logger.debug("%s stands in for %s (%s)", candidate.name, optimizer.kind, implementation)
-            return StandIn(candidate.name, digest, tuple(tables_of(powers)))
+            return Choice(candidate, powers, expected)
         tried.append(f"{candidate.name}: {differing}")
-    raise ConfigurationError(
-        f"no kernel on the host has the bits of {optimizer.kind} ({implementation}) on {device}; values that differ "
-        f"of the trials: {', '.join(tried) or 'none was tried'}"
-    )
+    raise ConfigurationError(f"{refusal} on {device}; values that differ: {', '.join(tried) or 'none was tried'}")
 
 
 def certified_function(optimizer: ReplayableOptimizer[Any], stand_in: StandIn) -> Function:
@@ -145,14 +185,9 @@ def trials_of(optimizer: ReplayableOptimizer[Any]) -> tuple[Trial, ...]:
     return tuple(optimizer.trials())
 
 
-Outcome = Mapping[str, "np.ndarray[Any, np.dtype[np.float32]]"]
-
-
-def outcomes_of(
-    optimizer: ReplayableOptimizer[Any], function: Function, trials: Sequence[Trial]
-) -> list[dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
+def outcomes_of(optimizer: ReplayableOptimizer[Any], function: Function, trials: Sequence[Trial]) -> list[Outcome]:
     """What a kernel makes of each trial."""
-    found = []
+    found: list[Outcome] = []
     for trial in trials:
         arrays = {name: array.copy() for name, array in trial.held.items()}
         steps = [optimizer.step(trial.options, trial.count + 1 + index) for index in range(len(trial.gradients))]

@@ -19,9 +19,10 @@ import torch
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import SparseGradient
-from tiercheck.streams.optimizers import device_trials, stand_in
-from tiercheck.streams.optimizers.optimizer import OnDevice, ReplayableOptimizer, Trial
+from tiercheck.kernels.gpu_adam import Powers
+from tiercheck.streams.optimizers.optimizer import Candidate, OnDevice, ReplayableOptimizer, Trial
 from tiercheck.streams.optimizers.replay import Setting
+from tiercheck.streams.optimizers.stand_in import Outcome, trials_of, with_its_bits
 from tiercheck.streams.replay.runs import Gradient
 
 __all__ = ["DeviceMemory", "DeviceReplay", "device_replay_for"]
@@ -125,31 +126,21 @@ def chosen(
     optimizer: ReplayableOptimizer[Any], setting: Setting, betas: tuple[float, ...], memory: DeviceMemory
 ) -> DeviceReplay:
     """Errors: ``ConfigurationError``: no candidate has the optimizer's bits on the device."""
-    device = setting.device
-    trials = stand_in.trials_of(optimizer)
-    try:
-        expected = device_trials.outcomes_on_device(optimizer, setting.implementation, device, trials)
-    except (AssertionError, RuntimeError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"the optimizer could not be tried on {device}: {error}") from error
-    tried: list[str] = []
-    for candidate in optimizer.candidates:
-        if setting.implementation not in candidate.implementations:
-            continue
-        needed = {*betas, *(beta for trial in trials for beta in optimizer.betas(trial.options))}
-        function = candidate.on_device(device_trials.powers_on_device(candidate, needed, device))
-        replay = DeviceReplay(candidate.name, optimizer, function, memory)
-        differing = stand_in.differing_values(outcomes_of(replay, trials, device), expected)
-        if differing == 0:
-            return replay
-        tried.append(f"{candidate.name}: {differing}")
-    raise ConfigurationError(f"no kernel has its bits on {device}; values that differ: {', '.join(tried) or 'none'}")
+
+    def replay_by(candidate: Candidate, powers: Powers) -> DeviceReplay:
+        return DeviceReplay(candidate.name, optimizer, candidate.on_device(powers), memory)
+
+    def on_device(candidate: Candidate, powers: Powers) -> list[Outcome]:
+        return outcomes_of(replay_by(candidate, powers), trials_of(optimizer), setting.device)
+
+    refusal = "no kernel has its bits"
+    found = with_its_bits(optimizer, setting.implementation, betas, setting.device, on_device, refusal=refusal)
+    return replay_by(found.candidate, found.powers)
 
 
-def outcomes_of(
-    replay: DeviceReplay, trials: Sequence[Trial], device: str
-) -> list[dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
+def outcomes_of(replay: DeviceReplay, trials: Sequence[Trial], device: str) -> list[Outcome]:
     """What the kernel makes of each trial."""
-    found = []
+    found: list[Outcome] = []
     for trial in trials:
         held = {name: torch.from_numpy(array.copy()).to(device) for name, array in trial.held.items()}
         first = trial.count + 1
