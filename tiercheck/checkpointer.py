@@ -25,6 +25,7 @@ from tiercheck.config import CheckpointConfig, refuse_other_kind
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lost_stage import LostStage
@@ -79,7 +80,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._process = os.getpid()
-        self._job = run(
+        self._opened = run(
             open_job(
                 TensorState(provider, self.config, loading, stage),
                 hierarchy,
@@ -99,21 +100,21 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     @property
     def version(self) -> int:
         """The number of iterations the state has behind it. The newest one is saved once its iteration has ended."""
-        return self._job.recorder.trained
+        return self._opened.recorder.trained
 
     @property
     def generation(self) -> int:
-        return self._job.generation
+        return self._opened.generation
 
     @property
     def recovery(self) -> Recovery | None:
         """What was restored when this checkpointer was made; ``None`` if the tiers held nothing."""
-        return self._job.recovery
+        return self._opened.recovery
 
     @property
     def stats(self) -> Stats:
         """What checkpointing has done and cost on this rank since it was attached."""
-        return replace(self._job.recorder.stats, mover=self._job.mover.status)
+        return replace(self._opened.recorder.stats, mover=self._opened.mover.status)
 
     def end_iteration(self) -> None:
         """Say that the loop's iteration is over: the version is saved as everything is now, and survives the process
@@ -129,25 +130,22 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def report(self, **metrics: float) -> None:
         """Report what was measured of this :attr:`version`, for policies that keep the best. Rank 0's values count.
         Errors: ``SaveError`` (see ``on_save_error``); ``ConfigurationError`` for a second value of the version."""
-        self._check_process()
         run(self._job.report(metrics))
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
-        self._check_process()
         return run(self._job.tier_bytes())
 
     def flush(self) -> None:
         """Bring everything captured to where policy wants it, and return when it is there. Errors: ``SaveError`` naming
         a tier that does not take it in time, and its error."""
-        self._check_process()
         run(self._job.flush())
 
     def close(self) -> None:
         """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent. Errors:
         as :meth:`flush`, and ``RecoveryError`` if another rank could not; everything is given back all the same. In a
         process that was forked from the one that attached it does nothing: all of it is that one's."""
-        if self._job.resources.given_back or self._is_forked:
+        if self._is_forked or self._opened.resources.given_back:
             return
         try:
             run(self._job.end(self._on_close))
@@ -176,35 +174,29 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of the coming step, or of a part of it, before it changes anything. ``gradients`` and
         errors: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`."""
-        self._check_process()
         run(self._job.live().capture(version, gradients))
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped: what is written from here to :meth:`complete` is no part of the step."""
-        self._check_process()
         self._job.recorder.stepped(version)
 
     def complete(self, version: int) -> None:
         """The iteration is over: publish the differential, and begin a base if one is due. Returns when the version can
         be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`."""
-        self._check_process()
         run(self._job.recorder.complete(version))
 
     def begin_iteration(self) -> None:
         """The next iteration begins: see whether something was written to after :meth:`complete`, which no version
         holds then. Errors: as :meth:`capture`."""
-        self._check_process()
         run(self._job.live().begin_iteration())
 
     def recapture(self) -> bool:
         """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as
         :meth:`capture`."""
-        self._check_process()
         return run(self._job.live().recapture())
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
-        self._check_process()
         run(self._job.live().skip(version))
 
     def on_end_iteration(self, action: Callable[[], None]) -> None:
@@ -220,6 +212,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._job.resources.on_end.append(action)
 
     # Details
+
+    @property
+    def _job(self) -> OpenedJob:
+        """To work with. Errors: as :meth:`_check_process`."""
+        self._check_process()
+        return self._opened
 
     @property
     def _is_forked(self) -> bool:
