@@ -23,7 +23,7 @@ from tests.unit.recovery.test_restorer import CONFIG, Cluster
 from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.keys import LineageKey
-from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lineage import LineageRecord
 from tiercheck.recovery.finding import survey
 from tiercheck.recovery.reading.copies import Copies
 from tiercheck.replication.objects import lineage_records, records
@@ -184,9 +184,8 @@ def test_it_finds_records_without_checksums(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_it_finds_a_damaged_record_that_blocks_every_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def read_all(tier: OpenTier, listed: dict[LineageKey, int]) -> tuple[list[Branch], list[SetAside]]:
-        records = [await lineage_records.read_lineage(tier, key) for key in sorted(listed)]
-        return sorted({branch for each in records for branch in (each.branch, *each.told)}), []
+    async def read_all(tier: OpenTier, listed: dict[LineageKey, int]) -> tuple[list[LineageRecord], list[SetAside]]:
+        return [await lineage_records.read_lineage(tier, key) for key in sorted(listed, reverse=True)], []
 
-    monkeypatch.setattr(survey, "read_branches", read_all)
+    monkeypatch.setattr(survey, "read_records", read_all)
     finds(tmp_path)

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck.cli.as_json import contents_object, exported_object, listing_object, plan_object, verified_object
-from tiercheck.cli.tiers import JSON, URLS, plain_table
+from tiercheck.cli.tiers import JSON, URLS, output, plain_table
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import Stream
 from tiercheck.policy.recovery.spans import spans_text
@@ -74,7 +74,7 @@ def ls(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> 
         if as_json:
             typer.echo(json.dumps(listing_object(archive.inventory)))
             return
-        show_listing(Console(), archive)
+        show_listing(output(), archive)
 
 
 def plan(
@@ -99,9 +99,9 @@ def plan(
             time_object = None if expected is None else expected.to_object()
             typer.echo(json.dumps({**plan_object(archive.inventory, chosen), "time": time_object}))
             return
-        show_plan(Console(), archive, chosen)
+        show_plan(output(), archive, chosen)
         if expected is not None:
-            show_duration(Console(), expected)
+            show_duration(output(), expected)
 
 
 def show(
@@ -119,7 +119,7 @@ def show(
         if as_json:
             typer.echo(json.dumps(contents_object(archive.inventory, contents)))
             return
-        show_contents(Console(), archive, contents)
+        show_contents(output(), archive, contents)
 
 
 def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
@@ -139,7 +139,7 @@ def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False)
         if as_json:
             typer.echo(json.dumps(verified_object(found)))
         else:
-            show_verified(Console(), archive, found)
+            show_verified(output(), archive, found)
     if not found.healthy:
         raise typer.Exit(1)
 
@@ -174,7 +174,7 @@ def export(
         if as_json:
             typer.echo(json.dumps(exported_object(made)))
             return
-        console = Console()
+        console = output()
         size = bytes_text(made.nbytes)
         console.print(Text(f"{made.path}: version {made.version}, {made.fidelity}, {made.tensors} tensors, {size}"))
         if made.aliases and format in ("safetensors", "huggingface"):

@@ -21,7 +21,7 @@ from tiercheck.cli.checkpoints import (
     progress_bar,
     show_problems,
 )
-from tiercheck.cli.tiers import JSON
+from tiercheck.cli.tiers import JSON, output
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.types import bytes_text
 
@@ -58,7 +58,7 @@ def copy(
     if as_json:
         typer.echo(json.dumps(copied_object(found)))
     else:
-        show_copied(Console(), found)
+        show_copied(output(), found)
     if found.damaged:
         raise typer.Exit(1)
 

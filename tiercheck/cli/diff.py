@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tiercheck.cli.as_json import compared_object
 from tiercheck.cli.checkpoints import DEADLINE, DEADLINE_S, opened, progress_bar, show_problems
-from tiercheck.cli.tiers import JSON, plain_table
+from tiercheck.cli.tiers import JSON, output, plain_table
 
 if TYPE_CHECKING:
     from tiercheck.archive.compare.versions import Compared, Form, TensorDifference
@@ -68,7 +68,7 @@ def diff(
     if as_json:
         typer.echo(json.dumps(compared_object(found)))
     else:
-        show_compared(Console(), found)
+        show_compared(output(), found)
 
 
 def show_compared(console: Console, found: Compared) -> None:

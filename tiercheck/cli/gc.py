@@ -6,13 +6,12 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from tiercheck.archive.change.leftovers import FoundLeftover, collect
 from tiercheck.cli.as_json import leftovers_object
 from tiercheck.cli.checkpoints import DEADLINE, DEADLINE_S, age_text
-from tiercheck.cli.tiers import JSON, plain_table
+from tiercheck.cli.tiers import JSON, output, plain_table
 from tiercheck.types import bytes_text
 
 __all__ = ["gc"]
@@ -36,7 +35,7 @@ def gc(
     if as_json:
         typer.echo(json.dumps(leftovers_object(found, done=yes)))
         return
-    console = Console()
+    console = output()
     table = plain_table("where", "what", "name", "bytes", "unchanged for", "")
     for column in table.columns[:3]:
         column.overflow = "fold"  # a name that is cut is no name

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from tiercheck.cli.checkpoints import (
     show_problems,
     with_version,
 )
-from tiercheck.cli.tiers import JSON, URLS, shown
+from tiercheck.cli.tiers import JSON, URLS, output, shown
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.types import bytes_text
@@ -123,7 +122,7 @@ def tell(removal: Removal, *, done: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(removal_object(removal, done=done)))
         return
-    console = Console()
+    console = output()
     for index, keys in removal.gone.items():
         tier = removal.inventory.tiers[index]
         nbytes = sum(tier.objects[key].nbytes for key in keys)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -26,7 +28,9 @@ from tiercheck.replication.named_policies import installed_policies
 from tiercheck.tiers.registry import TierURL, parse_size
 from tiercheck.types import Capabilities, bytes_text
 
-__all__ = ["bench", "doctor", "plugins"]
+__all__ = ["bench", "doctor", "output", "plugins"]
+
+PIPED_COLUMNS = 500
 
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 URLS = Annotated[list[str], typer.Argument(help="Tier URLs, such as shm://run or s3://bucket/run.", show_default=False)]
@@ -42,7 +46,7 @@ def plugins(as_json: JSON = False) -> None:
     table = plain_table("scheme", "from", "survives", "can", "what it is")
     for driver in drivers:
         table.add_row(*driver_row(driver))
-    console = Console()
+    console = output()
     console.print(table)
     for driver in drivers:
         if driver.missing:
@@ -217,6 +221,12 @@ def points_table(points: Sequence[Point]) -> Table:
             str(point.calls),
         )
     return table
+
+
+def output() -> Console:
+    """For what a command prints. If that is piped, lines are as long as they need to be: a name that is cut, or goes on
+    in the next line, serves no other command."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS)
 
 
 def plain_table(*columns: str) -> Table:

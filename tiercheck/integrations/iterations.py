@@ -7,14 +7,17 @@ training begins; or, if neither was seen, the next step comes, or the job's end.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+
+import torch
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.streams.tensors.beside import Beside, End
 
-__all__ = ["Iterations", "Provider", "refuse_forgotten_scheduler"]
+__all__ = ["Iterations", "Provider", "refuse_forgotten_scaler", "refuse_forgotten_scheduler"]
 
 
 class Provider(Protocol):
@@ -141,3 +144,21 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
             "a learning-rate scheduler was made for the optimizer and is not attached, so that it would begin anew "
             "after a failure: make it before attach, and pass it as scheduler= (or, if another object saves it, that)"
         )
+
+
+def refuse_forgotten_scaler(beside: Beside) -> None:
+    """Called in the optimizer's step. Nothing but the call itself tells that a ``GradScaler`` makes it. Errors:
+    ``UnsupportedSetup`` if one does and was not passed: its scale would begin anew after a failure."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals["self"]
+    if scaler is None or not scaler.is_enabled():
+        return
+    for each in beside.given():
+        if each is scaler or any(part is scaler for part in getattr(each, "__dict__", {}).values()):
+            return
+    raise UnsupportedSetup(
+        "a GradScaler makes the optimizer's step and is not attached, so that its scale would begin anew after a "
+        "failure: pass it as scaler= (or, if another object saves it, that)"
+    )

@@ -77,7 +77,18 @@ class JobPolicies:
         return isinstance(self.placing, Everywhere) and any(role.shared for role in tiers.roles)
 
     def check(self, hierarchy: Hierarchy, tiers: OpenHierarchy) -> None:
-        """Errors: ``ConfigurationError`` for a placement that leaves a promised failure uncovered."""
+        """Errors: ``ConfigurationError`` for a policy about a tier that there is not, and for a placement that leaves a
+        promised failure uncovered."""
+        behind = [tier.name for tier in hierarchy.tiers[1:]]
+        for kind, policy in (("placement", self.placing), ("pacing", self.pacing)):
+            for name in policy.named_tiers:
+                if name not in behind:
+                    first = hierarchy.tiers[0].name
+                    raise ConfigurationError(
+                        f"the {kind} policy is about the tier {name!r}; behind the first tier, {first}, the hierarchy "
+                        f"has: {', '.join(behind) or 'none'}. A tier has its scheme's name, or that of "
+                        "Tier(url, name=...)"
+                    )
         refuse_uncovered(self.placing, tiers.roles, hierarchy.must_survive, INTERVALS_MAX)
 
 

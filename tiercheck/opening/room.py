@@ -121,7 +121,8 @@ async def usage_of(ranks: Ranks, tier: OpenTier) -> Usage | None:
 
 
 def check_rooms(rooms: Sequence[TierRoom], config: CheckpointConfig) -> None:
-    """Refuse a tier behind the first one that has no room for the least. Errors: ``CapacityExceeded``."""
+    """Refuse, for a job that begins, a tier behind the first one without room for the least. Errors:
+    ``CapacityExceeded``."""
     for room in rooms:
         if room.need is None or room.limit_bytes is None or room.holds_least:
             continue
@@ -148,14 +149,19 @@ def ways_out(room: TierRoom, config: CheckpointConfig) -> list[str]:
 
 
 def too_little_room(rooms: Sequence[TierRoom], config: CheckpointConfig) -> str | None:
-    """A warning that names the tiers with room for the least, but not for what they usually hold; ``None`` if there are
-    none."""
-    found = [
-        f"{room.name} has room for {bytes_text(room.limit_bytes)}, but usually holds {bytes_text(room.usual_nbytes)}: "
-        f"give it more room" + (f", or lower keep_last (now {config.keep_last})" if room.shared else "")
-        for room in rooms
-        if room.need is not None and room.limit_bytes is not None and room.usual_nbytes > room.limit_bytes
-    ]
+    """A warning that names the tiers without room for what they usually hold, or not even for the least; ``None`` if
+    there are none."""
+    found: list[str] = []
+    for room in rooms:
+        if room.need is None or room.limit_bytes is None or room.usual_nbytes <= room.limit_bytes:
+            continue
+        has = f"{room.name} has room for {bytes_text(room.limit_bytes)}, but"
+        if room.holds_least:
+            lower = f", or lower keep_last (now {config.keep_last})" if room.shared else ""
+            found.append(f"{has} usually holds {bytes_text(room.usual_nbytes)}: give it more room{lower}")
+        else:
+            least = f"must hold at least {bytes_text(room.least_nbytes)}, so that training will wait for it"
+            found.append(f"{has} {least}: {' or '.join(ways_out(room, config))}")
     return "; ".join(found) or None
 
 

@@ -199,6 +199,9 @@ class _Startup:
         lost = self.on_lost_stage
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories, lost)
         restored = await restorer.restore()
+        if restored.recovery is None:
+            # A job that has something to go on from is not kept from it by a tier that is full.
+            await ranks.gather("what the tiers have room for", lambda: check_rooms(opened.rooms, config))
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
         taking = "taking over what was restored"
@@ -358,7 +361,6 @@ class _Startup:
             url = tiers.first.driver.url
             demand.check(usage.limit_bytes, config, policies.cadence, tier=url, foldable=could_fold)
         rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
-        check_rooms(rooms, config)
         opened = _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
         return opened, not_folded
 

@@ -18,7 +18,7 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
 from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
-from tiercheck.recording.saves import Saves
+from tiercheck.recording.saves import TELL_S, Saves
 from tiercheck.replication.mover import MoverHandle, MoverStatus
 from tiercheck.runtime.runtime import Scheduler
 
@@ -126,6 +126,7 @@ class Backlog:
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
         room.on(RoomEvent.ASKED)
         began = nudged = self._scheduler.time()
+        told = False
         self._hurry()
         held, most = await self._look(records_max)
         try:
@@ -139,12 +140,15 @@ class Backlog:
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
                 if now - began >= deadline_s:
-                    troubles = [f"{tier}: {error}" for tier, error in sorted(status.errors.items())]
-                    why = "; ".join(filter(None, [status.held_up_by, *troubles])) or "the mover has not said why"
+                    why = status.holds_up or "the mover has not said why"
                     raise SaveError(
                         f"the first tier holds {held} differentials and has room for {most}; within "
                         f"{deadline_s:g} s none could go: {why}"
                     )
+                if now - began >= TELL_S and not told:
+                    told = True
+                    what = f"holds {held} differentials and has room for {most}"
+                    log.warning("training waits for the first tier, which %s: %s", what, status.holds_up)
                 if now - nudged >= NUDGE_S:
                     self._hurry()
                     nudged = now

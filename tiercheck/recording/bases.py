@@ -288,7 +288,8 @@ class Bases:
         began = self._scheduler.time()
         try:
             asking = self._mover.room_for_base(deadline_s, due, patiently=bool(due) and self._config.bases == "fold")
-            await ask_mover(self._scheduler, asking, f"room for base {version}", self._config.deadline_s)
+            what = f"room for base {version}"
+            await ask_mover(self._scheduler, self._mover, asking, what, self._config.deadline_s)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
         room.on(RoomEvent.FOUND)

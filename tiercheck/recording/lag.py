@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tiercheck.errors import SaveError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.modes import Modes, Room, RoomEvent
-from tiercheck.recording.saves import Saves
+from tiercheck.recording.saves import TELL_S, Saves
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 
@@ -20,8 +20,6 @@ LOOK_S = 0.02
 """How often a wait looks whether it may end, in seconds."""
 NUDGE_S = 0.5
 """How often a wait asks the mover to look at the tiers, in seconds."""
-TELL_S = 5.0
-"""After so many seconds of waiting there is a warning."""
 
 
 class LagBound:

@@ -467,11 +467,11 @@ class Recorder:
     async def _drain(self) -> None:
         deadline_s = self._config.deadline_s
         draining = self._mover.drain(deadline_s, closing=True)
-        await ask_mover(self._scheduler, draining, "flushing the tiers", deadline_s)
+        await ask_mover(self._scheduler, self._mover, draining, "flushing the tiers", deadline_s)
 
     async def _make_room(self) -> None:
         making = self._mover.make_room()
-        await ask_mover(self._scheduler, making, "making room in the first tier", self._config.deadline_s)
+        await ask_mover(self._scheduler, self._mover, making, "making room in the first tier", self._config.deadline_s)
 
     def _nudge(self) -> None:
         self._scheduler.start(_nudge(self._mover))

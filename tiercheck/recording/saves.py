@@ -12,14 +12,17 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import GroupError, JobConflict, SaveError, TierCheckError, TierError
 from tiercheck.recording.modes import BaseEvent, Modes
 from tiercheck.recording.stats import Stats
+from tiercheck.replication.handle import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.state import StateStream
 
-__all__ = ["Saves", "ask_mover", "doubt"]
+__all__ = ["TELL_S", "Saves", "ask_mover", "doubt"]
 
 log = logging.getLogger(__name__)
 
+TELL_S = 5.0
+"""After so many seconds of waiting for the tiers there is a warning."""
 TOLD_S = 5.0
 """The time that the mover may take beyond its own deadline. Its own error names the tier for which it waits."""
 
@@ -33,6 +36,8 @@ class Saves:
         """Why the newest version could not be saved, if that was raised."""
         self._config = config
         self._modes = modes
+        self._failed = (0, 0)
+        """The version whose save failed last, and how many in a row had failed then."""
 
     def count(self, **more: float) -> None:
         self.stats = self.stats.plus(**more)
@@ -61,7 +66,13 @@ class Saves:
         if self._config.on_save_error == "fail":
             self.failure = message
             raise SaveError(message) from error
-        log.error("%s; training goes on, and the next version gets a base", message)
+        last, failed = self._failed
+        failed = 1 if version > last + 1 else failed + (version > last)
+        self._failed = version, failed
+        again = f" ({failed} versions in a row)" if failed > 1 else ""
+        # The first, the second, the fourth...: a tier may be away for hours.
+        level = logging.DEBUG if failed & (failed - 1) else logging.ERROR
+        log.log(level, "%s%s; training goes on, and the next version gets a base", message, again)
         return True
 
 
@@ -74,11 +85,21 @@ def doubt(stream: StateStream, doubts: Doubts) -> bool:
     return True
 
 
-async def ask_mover(scheduler: Scheduler, call: Coroutine[Any, Any, object], what: str, deadline_s: float) -> None:
-    """Wait for a call to the mover that has this deadline. Errors: ``JobConflict``; else ``SaveError``."""
+async def ask_mover(
+    scheduler: Scheduler, mover: MoverHandle, call: Coroutine[Any, Any, object], what: str, deadline_s: float
+) -> None:
+    """Wait for a call to the mover that has this deadline, and say so if it takes long. Errors: ``JobConflict``; else
+    ``SaveError``."""
+    asking = scheduler.start(call)
     try:
-        await scheduler.call(call, what=what, deadline_s=deadline_s + TOLD_S)
+        if deadline_s > TELL_S and not await scheduler.ends(asking, TELL_S):
+            held_up = mover.status.holds_up or "the tiers are not done yet"
+            log.warning("%s is waited for, for up to %g s: %s", what, deadline_s, held_up)
+            deadline_s -= TELL_S
+        await scheduler.result(asking, what=what, deadline_s=deadline_s + TOLD_S)
     except JobConflict:
         raise
     except TierCheckError as error:
         raise SaveError(f"{what}: {error}") from error
+    finally:
+        asking.cancel()  # of one that is done, and of one that nobody waits for any more

@@ -35,6 +35,7 @@ from tiercheck.policy.recovery.plan import (
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.recovery.attempts import Attempt, Nothing, Part, behind
 from tiercheck.recovery.duration import say_expected
+from tiercheck.recovery.finding.emptied import refuse_emptied
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey, survey
@@ -331,6 +332,7 @@ class Restorer:
         async def found() -> tuple[Told, Survey]:
             surveyed = await self.ranks.scheduler.call(look(), what=what, deadline_s=within_s)
             self._survey = self._survey.joined(surveyed)
+            refuse_emptied(self._survey, self.hierarchy.tiers)
             return self._told(), self._survey
 
         told = await tell(what, found, self.ranks, more_s=ANSWER_S)

@@ -78,6 +78,9 @@ class _OfTier:
     in_a_row: set[tuple[str, str]] = field(default_factory=set)
     """Actions that have failed since one has succeeded, for reasons that concern the tier."""
     away: _Trouble | None = None
+    said: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The error of each action that was last logged as a warning. It outlives the trouble: some actions are wanted only
+    now and then."""
     traced: set[tuple[str, str, int]] = field(default_factory=set)
     """The unknown errors whose traceback was logged: what was being done, and the file and line that raised."""
 
@@ -133,6 +136,7 @@ class TierBackoff:
             self.failed(tier, action, error, took_s=_now() - began)
             return False
         state.actions.pop(action.name, None)
+        state.said.pop(action.name, None)
         if action.into_tier:
             state.in_a_row.clear()
             state.away = None
@@ -151,7 +155,10 @@ class TierBackoff:
         """The action has failed."""
         state, now, text = self._of(tier), _now(), _text_of(error)
         trouble = state.actions.setdefault(action.name, _Trouble(now))
-        level = logging.WARNING if text != trouble.error else logging.DEBUG
+        level = logging.WARNING if text != state.said.get(action.name) else logging.DEBUG
+        if len(state.said) >= TROUBLES_MAX:
+            state.said.clear()
+        state.said[action.name] = text
         trouble.failed(now, text, took_s)
         log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, RETRY.max_s)
         if not action.into_tier or isinstance(error, SourceError):

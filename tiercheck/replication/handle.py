@@ -79,6 +79,12 @@ class MoverStatus:
         return {tier: newest[1] - last for tier, last in others}
 
     @property
+    def holds_up(self) -> str:
+        """What those who wait for the tiers wait for, in words; empty if that is not known."""
+        troubles = (f"{tier}: {error}" for tier, error in sorted(self.errors.items()))
+        return "; ".join(filter(None, [self.held_up_by, *troubles]))
+
+    @property
     def fold_lag(self) -> str:
         """``fold_lag_versions`` in words."""
         return f"a base that was due is not folded yet ({self.fold_lag_versions} versions were captured since)"

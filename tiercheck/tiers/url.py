@@ -47,8 +47,8 @@ _PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
         for scheme, names in {
             "": "survives size part parts_in_flight conditional deadline timeout wait threads region endpoint",
             "shm": "pool mount pin numa make",
-            "nvme": "io block depth",
-            "lustre": "stripe_count stripe_size",
+            "nvme": "io block depth mount",
+            "lustre": "stripe_count stripe_size mount",
             "peer": "at server_key keys connections credit",
             "s3": "endpoint_url profile addressing listing access shards storage_class sse abandoned_after",
             "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project"

@@ -298,3 +298,45 @@ def test_names_are_given_once(argument: str) -> None:
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(UnsupportedSetup, match="counter \\(int\\) has no state_dict"):
         Training().attach(Hierarchy.of(memory()), after_step={"counter": 3})
+
+
+class Holder:
+    """Saves a scaler with its own state, as trainers of other libraries do."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def scaled_step(loop: Training, scaler: torch.amp.GradScaler) -> None:
+    loop.optimizer.zero_grad()
+    scaler.scale(loop.model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+
+
+def test_a_scaler_that_was_forgotten_is_refused() -> None:
+    loop, scaler = Training(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop.attach(Hierarchy.of(memory()))
+    before = loop.parameters()
+    with pytest.raises(UnsupportedSetup, match="a GradScaler makes the optimizer's step and is not attached"):
+        scaled_step(loop, scaler)
+    assert loop.parameters() == before
+    scaled_step(loop, torch.amp.GradScaler("cpu", enabled=False))
+    assert loop.parameters() != before
+
+
+@pytest.mark.parametrize("argument", ["scaler", "stateful", "after_step", "holder"])
+def test_a_scaler_that_was_passed_in_any_way_is_accepted(argument: str) -> None:
+    loop, scaler = Training(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    given: dict[str, Any] = {argument: {"it": scaler}}
+    if argument in ("scaler", "holder"):
+        given = {"scaler": scaler} if argument == "scaler" else {"after_step": {"it": Holder(scaler)}}
+    checkpointer = loop.attach(Hierarchy.of(memory()), **given)
+    scaled_step(loop, scaler)
+    assert checkpointer.version == 1

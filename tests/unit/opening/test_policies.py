@@ -93,6 +93,25 @@ def test_the_agent_makes_the_same_policies_from_the_replication_job() -> None:
     assert job.policies().pacing == policies.pacing
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"placement": "bases_only?tier=s9"}, "placement"),
+        ({"placement": "bases_only?tier=nvme; every_nth?tier=s9&n=2"}, "placement"),
+        ({"pacing": "bytes_per_second?tier=s9&rate=1e6; spread"}, "pacing"),
+        ({"placement": "every_nth?tier=memory&n=2"}, "placement"),
+    ],
+)
+def test_a_policy_about_a_tier_that_there_is_not_is_refused(options: dict[str, str], kind: str, tmp_path: Path) -> None:
+    """Nor does a policy decide what the first tier holds."""
+    tiers = Hierarchy.of(memory(), f"nvme://{tmp_path}/run?survives=rack")
+    message = (
+        rf"the {kind} policy is about the tier '(s9|memory)'; behind the first tier, memory, the hierarchy has: nvme"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        Training().attach(tiers, **options)
+
+
 class Own(KeepLast):
     """Of no entry point."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import Training
+from tests.training import Training, life, memory
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded
 from tiercheck.hierarchy import Hierarchy, Tier
@@ -43,6 +43,11 @@ def test_a_tier_that_holds_the_least_alone_is_told() -> None:
     assert too_little_room([replace(ROOM, limit_bytes=16 * GIB), replace(ROOM, limit_bytes=None)], CONFIG) is None
     assert too_little_room([ROOM], CONFIG) == (
         "nvme has room for 12.0 GiB, but usually holds 16.0 GiB: give it more room, or lower keep_last (now 2)"
+    )
+    said = too_little_room([replace(ROOM, limit_bytes=9 * GIB)], CONFIG)
+    assert said is not None
+    assert said.startswith(
+        "nvme has room for 9.0 GiB, but must hold at least 10.0 GiB, so that training will wait for it: "
     )
 
 
@@ -79,3 +84,20 @@ def test_a_job_is_told_what_each_tier_will_hold(
     training.attach(tiers).abort()
     rows = r"what each tier will hold:\n  tier .*\n  memory  1 .* 1.0 GiB\n  nvme    1 .* 64.0 MiB"
     assert re.search(rows, caplog.text)
+
+
+def test_a_job_that_has_something_to_go_on_from_is_not_kept_from_it_by_a_full_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = Hierarchy.of(memory(), Tier(f"nvme://{tmp_path}/run?survives=rack", wrap=Small))
+    monkeypatch.setattr(Small, "limit_bytes", 1 << 26)
+    training = Training()
+    with life(training.attach(tiers)):
+        for version in (1, 2):
+            training.step(version)
+    monkeypatch.setattr(Small, "limit_bytes", 1000)
+    again = Training()
+    with life(again.attach(tiers)):
+        assert again.parameters() == training.states[2]
+        assert "nvme has room for 1000 B, but must hold at least" in caplog.text
+        again.step(3)

@@ -186,6 +186,22 @@ async def test_an_error_that_nobody_foresaw_is_told_with_its_traceback_once_howe
     assert [each.exc_info is not None for each in caplog.records] == [True, *[False] * 5]
 
 
+async def test_what_is_wanted_now_and_then_is_told_once_for_each_error(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an incomplete batch is, which is wanted only while a job closes."""
+    for error in ("full", "full", "read-only", "read-only"):
+        store.errors["batch"] = CapacityExceeded(error)
+        assert await store.look("batch") == ["batch"]
+        await store.look()
+    del store.errors["batch"]
+    await store.look("batch")
+    store.errors["batch"] = CapacityExceeded("read-only")
+    await store.look("batch")
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert [each.split(": ")[2].partition(";")[0] for each in told] == ["full", "read-only", "read-only"]
+
+
 async def test_a_newer_generation_is_no_trouble_but_the_end(store: Store, clock: Clock) -> None:
     store.errors["record"] = JobConflict("generation 2 has opened")
     with pytest.raises(JobConflict):

@@ -31,7 +31,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
-from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scaler, refuse_forgotten_scheduler
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
@@ -210,6 +210,7 @@ class _Hooks:
                 "can be seen; supported is an optimizer with fused=False"
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
+        refuse_forgotten_scaler(self.provider.beside)
         self._step_hooks.check()
         self._iterations.over()
         gradients = self.provider.gradients()

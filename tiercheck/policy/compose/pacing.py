@@ -47,6 +47,11 @@ class PacingPolicy(ABC):
         begins and, if the driver sends it in parts, before each part of a base. What was sent is paid for afterwards,
         so this bounds the mean and not each moment."""
 
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        """As of a placement policy."""
+        return ()
+
     def __and__(self, other: PacingPolicy) -> PacingPolicy:
         """The slower of both."""
         return SlowestOf(flat(SlowestOf, self, other))
@@ -73,6 +78,10 @@ class BytesPerSecond(PacingPolicy):
             raise ConfigurationError(f"rate must be a number of bytes per second, not {self.rate!r}")
         if not 1 <= self.rate < math.inf:
             raise ConfigurationError(f"rate must be at least 1 byte per second and finite, not {self.rate!r}")
+
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        return (self.tier,)
 
     def bytes_per_s(self, seen: Copying) -> float | None:
         return self.rate if seen.tier == self.tier else None
@@ -108,6 +117,10 @@ class SlowestOf(PacingPolicy):
     """The slowest of ``policies``: what ``&`` makes."""
 
     policies: tuple[PacingPolicy, ...]
+
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        return tuple(name for each in self.policies for name in each.named_tiers)
 
     def bytes_per_s(self, seen: Copying) -> float | None:
         return min((rate for each in self.policies if (rate := each.bytes_per_s(seen)) is not None), default=None)

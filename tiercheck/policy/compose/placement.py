@@ -44,6 +44,12 @@ class PlacementPolicy(ABC):
     def wants(self, shard: Candidate) -> bool:
         """Whether the shard is to be put into the tier."""
 
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        """The names of the tiers that the policy is about; empty if it is about any. A name that no tier behind the
+        first has is refused when a job is attached."""
+        return ()
+
     def __and__(self, other: PlacementPolicy) -> PlacementPolicy:
         """A shard goes to a tier if both say so."""
         return AllWant(flat(AllWant, self, other))
@@ -66,6 +72,10 @@ class BasesOnly(PlacementPolicy):
     def __post_init__(self) -> None:
         check_tier(self.tier)
 
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        return (self.tier,)
+
     def wants(self, shard: Candidate) -> bool:
         return shard.tier != self.tier or shard.stream is Stream.BASE
 
@@ -81,6 +91,10 @@ class EveryNth(PlacementPolicy):
         check_tier(self.tier)
         check_whole("n", self.n, 1, INTERVALS_MAX)
 
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        return (self.tier,)
+
     def wants(self, shard: Candidate) -> bool:
         return shard.tier != self.tier or shard.stream is not Stream.BASE or shard.number % self.n == 0
 
@@ -90,6 +104,10 @@ class AllWant(PlacementPolicy):
     """A shard goes to a tier if all ``policies`` say so: what ``&`` makes."""
 
     policies: tuple[PlacementPolicy, ...]
+
+    @property
+    def named_tiers(self) -> tuple[str, ...]:
+        return tuple(name for each in self.policies for name in each.named_tiers)
 
     def wants(self, shard: Candidate) -> bool:
         return all(each.wants(shard) for each in self.policies)

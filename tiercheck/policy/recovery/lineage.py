@@ -82,6 +82,8 @@ class LineageRecord(Branch):
     """The fields of each branch."""
     past_made: tuple[tuple[Generation, tuple[Text, ...]], ...] = field(default=(), compare=False)
     """The number, and :attr:`made`, of those of them that have it."""
+    stores: tuple[Text, ...] = field(default=(), compare=False)
+    """In a tier that not all ranks share: the URLs of the tiers that they do share, and that had this record before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,11 +91,13 @@ class LineageRecord(Branch):
             raise ValueError(f"the lineage record of generation {self.generation} tells of a newer one")
 
     @classmethod
-    def of(cls, branch: Branch, past: Iterable[Branch] = ()) -> LineageRecord:
-        """``past``: branches that are worth telling; those that are not older than ``branch`` are left out."""
+    def of(cls, branch: Branch, past: Iterable[Branch] = (), stores: Iterable[str] = ()) -> LineageRecord:
+        """``past``: branches that are worth telling; those that are not older than ``branch`` are left out. ``stores``:
+        as of the field."""
         older = [each for each in sorted(past) if each.generation < branch.generation]
         made = tuple((each.generation, each.made) for each in older if each.made)
-        return cls(*_fields(branch), made=branch.made, past=tuple(map(_fields, older)), past_made=made)
+        past_fields = tuple(map(_fields, older))
+        return cls(*_fields(branch), made=branch.made, past=past_fields, past_made=made, stores=tuple(stores))
 
     @cached_property
     def branch(self) -> Branch:

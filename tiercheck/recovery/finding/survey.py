@@ -24,7 +24,7 @@ from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, Stream, rank
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.objects.asking import patiently
-from tiercheck.replication.objects.lineage_records import SetAside, read_branches
+from tiercheck.replication.objects.lineage_records import SetAside, branches_of, read_records
 
 __all__ = ["Looked", "Survey", "lineage_digest", "look_into", "survey"]
 
@@ -49,6 +49,8 @@ class Looked:
     generations: set[int] = field(default_factory=set)
     """Generations of which this rank has a shard here; in a tier inside a node, any rank."""
     set_aside: list[SetAside] = field(default_factory=list)
+    stores: Sequence[str] = ()
+    """As in :class:`Survey`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Survey:
     set_aside: frozenset[SetAside] = frozenset()
     away: tuple[tuple[int, str], ...] = ()
     """Tiers that could not be listed, and why."""
+    stores: frozenset[str] = frozenset()
+    """URLs of tiers that all ranks share, of which another tier says that the newest generation it knows of was
+    recorded there."""
     nbytes: Mapping[Copy, int] = field(default_factory=dict, compare=False)
     """Of each of ``sources``."""
 
@@ -98,6 +103,7 @@ class Survey:
             self.generations | other.generations,
             self.set_aside | other.set_aside,
             other.away,
+            self.stores | other.stores,
             {**self.nbytes, **other.nbytes},
         )
 
@@ -128,6 +134,7 @@ async def survey(
         away=tuple(
             (tier.index, str(look)) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, TierError)
         ),
+        stores=frozenset(url for _, look in found for url in look.stores),
         nbytes={Copy(tier.index, key): nbytes for tier, look in found for key, nbytes in look.own.items()},
     )
 
@@ -153,6 +160,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
         elif isinstance(key, LineageKey):
             records[key] = info.nbytes
     looked.others = set(others.values())
-    looked.branches, looked.set_aside = await read_branches(tier, records)
+    told, looked.set_aside = await read_records(tier, records)
+    looked.branches, looked.stores = branches_of(told), told[0].stores if told else ()
     looked.recorded = {key.generation for key in records} | {branch.generation for branch in looked.branches}
     return looked

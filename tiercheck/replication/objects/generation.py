@@ -77,11 +77,13 @@ async def open_generation(
     fails is left for later. Any other one is asked again for ``retry_s`` if its error may pass. Errors:
     ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
     """
-    record = LineageRecord.of(branch, past)
     later: dict[str, str] = {}
-    # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
+    stores: list[str] = []
+    # Shared tiers first: a job that loses the race there leaves no record in tiers of its own. And those tell of the
+    # shared ones, so that an empty one is told from one that has nothing yet.
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
         waits = may_wait and tier is not hierarchy.first
+        record = LineageRecord.of(branch, past, () if tier.role.shared else stores)
         try:
             await _record_within(tier, record, 0.0 if waits else retry_s)
         except (Corruption, Unsupported) as error:
@@ -91,6 +93,8 @@ async def open_generation(
             if not waits:
                 raise
             later[tier.name] = str(error)
+        else:
+            stores += [tier.driver.url] if tier.role.shared else []
     return Opening(later)
 
 

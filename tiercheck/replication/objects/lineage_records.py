@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tiercheck import keys
@@ -14,7 +14,7 @@ from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.objects.asking import asked_twice
 from tiercheck.replication.objects.records import read_record
 
-__all__ = ["SetAside", "listed_lineage", "read_branches", "read_lineage"]
+__all__ = ["SetAside", "branches_of", "listed_lineage", "read_branches", "read_lineage", "read_records"]
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,33 @@ async def listed_lineage(tier: OpenTier) -> dict[LineageKey, int]:
 async def read_branches(
     tier: OpenTier, listed: Mapping[LineageKey, int] | None = None, *, newest: int | None = None
 ) -> tuple[list[Branch], list[SetAside]]:
-    """The branches that a tier's lineage records tell of, and the records that cannot be used, which are logged.
+    """The branches that a tier's lineage records tell of, and the records that cannot be used. Options and errors: as
+    of :func:`read_records`."""
+    records, set_aside = await read_records(tier, listed, newest=newest)
+    return branches_of(records), set_aside
+
+
+def branches_of(records: Iterable[LineageRecord]) -> list[Branch]:
+    """All that they tell of, oldest first. ``records``: newest first."""
+    told: dict[int, Branch] = {}
+    for record in records:
+        for branch in (record.branch, *record.told):
+            told.setdefault(branch.generation, branch)
+    return sorted(told.values())
+
+
+async def read_records(
+    tier: OpenTier, listed: Mapping[LineageKey, int] | None = None, *, newest: int | None = None
+) -> tuple[list[LineageRecord], list[SetAside]]:
+    """A tier's lineage records, newest first, and those that cannot be used, which are logged.
 
     The newest record is read, and each one of which none that was read tells. ``listed``: the records, and their
     lengths. ``newest``: no record of a newer generation counts. Errors: ``TierError`` if the tier cannot be asked.
     """
     if listed is None:
         listed = await listed_lineage(tier)
-    told: dict[int, Branch] = {}
+    records: list[LineageRecord] = []
+    told: set[int] = set()
     set_aside: list[SetAside] = []
     for key, nbytes in sorted(listed.items(), reverse=True):
         if key.generation in told or (newest is not None and key.generation > newest):
@@ -56,9 +75,9 @@ async def read_branches(
             log.warning("a lineage record is set aside: %s", error)
             set_aside.append(SetAside(str(key), tier.name, error.message))
             continue
-        for branch in (record.branch, *record.told):
-            told.setdefault(branch.generation, branch)
-    return sorted(told.values()), set_aside
+        records.append(record)
+        told.update(branch.generation for branch in (record.branch, *record.told))
+    return records, set_aside
 
 
 async def read_lineage(tier: OpenTier, key: LineageKey, *, nbytes: int | None = None) -> LineageRecord:

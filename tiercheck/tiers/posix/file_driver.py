@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.errors import Closed, Unsupported
@@ -23,7 +24,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.directories.object_files import payload_bytes
 from tiercheck.tiers.posix.files import close_read, map_os_errors
-from tiercheck.tiers.posix.mounts import is_local, mount_of
+from tiercheck.tiers.posix.mounts import check_mounted, is_local, mount_of
 from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["Abandoned", "FileDriver"]
@@ -46,8 +47,12 @@ class FileDriver(TierDriver):
     maps = True
     """Whether a get maps the object's file instead of reading it."""
 
-    def __init__(self, directory: ObjectDirectory, url: str, capabilities: Capabilities) -> None:
+    def __init__(
+        self, directory: ObjectDirectory, url: str, capabilities: Capabilities, mount: Path | None = None
+    ) -> None:
+        """``mount``: the mount point that the directory must lie on whenever the driver is opened."""
         self.directory = directory
+        self._mount_point = mount
         self._url = url
         self._capabilities = capabilities
         self._threads: ThreadPoolExecutor | None = None
@@ -83,8 +88,14 @@ class FileDriver(TierDriver):
         if self._threads is not None:
             raise RuntimeError(f"{self._url} is open already")
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"tiercheck {self._url}")
+
+        def check_and_prepare(_: Callable[[], None]) -> None:
+            if self._mount_point is not None:
+                check_mounted(self.directory.root, self._mount_point)
+            prepare()
+
         try:
-            await self.run(lambda _: prepare())
+            await self.run(check_and_prepare)
         except BaseException:
             await self.close()
             raise

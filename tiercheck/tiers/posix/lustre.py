@@ -1,4 +1,4 @@
-"""Objects as files on a parallel file system: ``lustre:///scratch/run[?stripe_count=8][&stripe_size=4MiB]``."""
+"""Objects as files on a parallel file system: ``lustre:///scratch/run[?mount=/scratch][&stripe_count=8]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiercheck.tiers.posix.directories.object_files import CONTROL, HOST
 from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
 from tiercheck.tiers.posix.directories.shared import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.posix.file_driver import FileDriver
-from tiercheck.tiers.posix.mounts import mount_of, traits_of
+from tiercheck.tiers.posix.mounts import Mount, mount_of, mount_point_above, traits_of
 from tiercheck.tiers.posix.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
 from tiercheck.tiers.posix.transfer import Blocks
 from tiercheck.tiers.url import TierURL, directory_of
@@ -51,7 +51,8 @@ class LustreDriver(FileDriver):
     it is there. As with every lock of a network file system, a client that is cut off in the middle of an ``UPDATE``
     may lose its lock; its rename then fails with the connection. A ``CREATE`` relies on no lock.
 
-    ``survives`` defaults to ``RACK``.
+    ``survives`` defaults to ``RACK``. ``mount`` is the mount point that the directory lies on. If nothing is mounted
+    there, opening is a ``TierError``. Without it an empty mount point cannot be told from a new directory.
     """
 
     maps = False
@@ -63,16 +64,17 @@ class LustreDriver(FileDriver):
         survives: Survives = Survives.RACK,
         stripe_count: int | None = None,
         stripe_size: int | None = None,
+        mount: Path | None = None,
     ) -> None:
         root = directory_of("lustre", root)
         self._mount = mount_of(root)
-        traits = traits_of(self._mount)
-        self.shared = SharedDirectory(root, traits) if traits.coherent else RememberingDirectory(root, traits)
+        self.shared = directory_on(self._mount, root)
         conditional_put = self.shared.excludes_other_nodes
         super().__init__(
             self.shared,
             TierURL("lustre", str(root)).text,
             Capabilities(survives=survives, conditional_put=conditional_put, parts_in_flight=4),
+            mount,
         )
         self._stripe_count = stripe_count
         self._stripe_size = stripe_size
@@ -86,8 +88,10 @@ class LustreDriver(FileDriver):
         survives = options.take("survives", Survives.parse, Survives.RACK)
         stripe_count = options.take("stripe_count", parse_stripe_count, None)
         stripe_size = options.take("stripe_size", parse_stripe_size, None)
+        root = directory_of("lustre", url.location)
+        mount = options.take("mount", mount_point_above(root), None)
         options.finish()
-        return cls(Path(url.location), survives=survives, stripe_count=stripe_count, stripe_size=stripe_size)
+        return cls(root, survives=survives, stripe_count=stripe_count, stripe_size=stripe_size, mount=mount)
 
     def facts(self) -> Mapping[str, str]:
         """``file system``, ``striping``, ``locks``, ``names`` (whether mounts remember old ones), ``io``."""
@@ -97,6 +101,7 @@ class LustreDriver(FileDriver):
         return facts
 
     def prepare(self) -> None:
+        self._look_at_mount()
         super().prepare()
         conditional_put = self.shared.excludes_other_nodes
         self._capabilities = replace(self._capabilities, conditional_put=conditional_put)
@@ -113,6 +118,17 @@ class LustreDriver(FileDriver):
             "names": "coherent" if self.shared.traits.coherent else "remembered by mounts: listed anew in each call",
             "io": f"buffered {blocks}",
         }
+
+    def prepare_to_read(self) -> None:
+        self._look_at_mount()
+        super().prepare_to_read()
+
+    def _look_at_mount(self) -> None:
+        """It may have been mounted since the driver was made."""
+        found = mount_of(self.shared.root)
+        if found != self._mount:
+            self._mount = found
+            self.directory = self.shared = directory_on(found, self.shared.root)
 
     def _prepare_striping(self, stripe_bytes: int) -> str | None:
         """Try to make a file with a layout, and give the tier's directory its default; returns what is in the way."""
@@ -176,3 +192,9 @@ class LustreDriver(FileDriver):
                 if time.monotonic() > deadline:
                     raise Transient("the object is replaced faster than it can be read; try again", key=key) from None
             time.sleep(REPLACED_PAUSE_S)
+
+
+def directory_on(mount: Mount, root: Path) -> SharedDirectory:
+    """The directory, used as its mount needs it."""
+    traits = traits_of(mount)
+    return SharedDirectory(root, traits) if traits.coherent else RememberingDirectory(root, traits)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "Traits", "is_local", "mount_of", "parse_mounts", "traits_of"]
+from tiercheck.errors import TierError
+
+__all__ = ["Mount", "Traits", "check_mounted", "is_local", "mount_of", "mount_point_above", "parse_mounts", "traits_of"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,30 @@ def mount_of(path: Path) -> Mount:
     # Of mounts on one point the last hides the others.
     above = [mount for mount in mounts if real.is_relative_to(mount.point)]
     return max(enumerate(above), key=lambda item: (len(item[1].point.parts), item[0]), default=(0, UNKNOWN))[1]
+
+
+def check_mounted(path: Path, point: Path) -> None:
+    """Errors: ``TierError`` unless ``path`` lies on a file system that is mounted at ``point``, or below it."""
+    with suppress(OSError):
+        path.stat()  # what is mounted on demand is mounted now
+    found = mount_of(path)
+    if not found.point.is_relative_to(point.resolve()):
+        raise TierError(
+            f"nothing is mounted at {point}, as mount= says, so that {path} would lie on {found.type} of "
+            f"{found.point}: mount it, or correct mount="
+        )
+
+
+def mount_point_above(root: Path) -> Callable[[str], Path]:
+    """A conversion to a mount point; it raises ``ValueError`` for a path that ``root`` does not lie under."""
+
+    def convert(text: str) -> Path:
+        point = Path(text)
+        if not point.is_absolute() or ".." in point.parts or not root.is_relative_to(point):
+            raise ValueError(f"{text!r} is no absolute path that {root} lies under")
+        return point
+
+    return convert
 
 
 def traits_of(mount: Mount) -> Traits:

@@ -1,4 +1,4 @@
-"""Objects as files of a directory on a disk: ``nvme:///mnt/ssd/run[?survives=rack][&io=direct]``."""
+"""Objects as files of a directory on a disk: ``nvme:///mnt/ssd/run[?survives=rack][&mount=/mnt/ssd][&io=direct]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiercheck.errors import Unsupported
 from tiercheck.tiers.posix.direct import ALIGNMENT, direct_obstacle
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.file_driver import FileDriver
-from tiercheck.tiers.posix.mounts import mount_of, traits_of
+from tiercheck.tiers.posix.mounts import mount_of, mount_point_above, traits_of
 from tiercheck.tiers.posix.transfer import Blocks, Sequential
 from tiercheck.tiers.url import TierURL, directory_of, number_from, parse_size
 from tiercheck.types import Capabilities, Survives
@@ -29,6 +29,9 @@ class NvmeDriver(FileDriver):
     """Any local or mounted directory.
 
     A put returns once the file, its name and the directories above it are on the disk (fsync of each).
+
+    ``mount`` is the mount point that the directory lies on. If nothing is mounted there, opening is a ``TierError``.
+    Without it an empty mount point cannot be told from a new directory.
 
     Objects of 1 MiB and more go past the page cache (``O_DIRECT``), several blocks at a time, with room for the
     whole object allocated before its first byte is written. What is not aligned in memory takes the way through
@@ -58,11 +61,13 @@ class NvmeDriver(FileDriver):
         io: str = "auto",
         block: int = BLOCK_BYTES,
         depth: int = DEPTH,
+        mount: Path | None = None,
     ) -> None:
         super().__init__(
             ObjectDirectory(directory_of("nvme", root), durable=True),
             TierURL("nvme", str(root)).text,
             Capabilities(survives=survives, mappable=False, conditional_put=True, parts_in_flight=4),
+            mount,
         )
         self._io = io
         self._block = block
@@ -76,8 +81,10 @@ class NvmeDriver(FileDriver):
         io = options.take("io", parse_io, "auto")
         block = options.take("block", parse_block, BLOCK_BYTES)
         depth = options.take("depth", number_from(1, DEPTH_MAX), DEPTH)
+        root = directory_of("nvme", url.location)
+        mount = options.take("mount", mount_point_above(root), None)
         options.finish()
-        return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
+        return cls(root, survives=survives, io=io, block=block, depth=depth, mount=mount)
 
     def facts(self) -> Mapping[str, str]:
         """``file system``: its type; ``locks``: whether puts know conditions; ``io``: ``direct 4 MiB x 4``, or

@@ -1,0 +1,84 @@
+"""What a user is told of saves that fail, and of waits for the tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+import pytest
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import JobConflict, SaveError, Transient
+from tiercheck.recording import saves
+from tiercheck.recording.modes import Modes
+from tiercheck.recording.saves import Saves, ask_mover
+from tiercheck.replication.handle import MoverHandle, MoverStatus
+from tiercheck.runtime.runtime import TaskScheduler
+
+
+def test_of_saves_that_fail_in_a_row_fewer_and_fewer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A tier may be away for hours."""
+    failing = Saves(CheckpointConfig(on_save_error="warn"), Modes())
+    for version in (*range(1, 10), 20):
+        with failing.saving(version):
+            raise Transient("503 slow down")
+        assert failing.failed(version, SaveError("its base, too")), "training goes on"
+    told = [each.getMessage().partition(":")[0] for each in caplog.records if "slow down" in each.getMessage()]
+    assert told == [f"version {version} could not be saved" for version in (1, 2, 4, 8, 20)]
+    assert "(8 versions in a row); training goes on" in caplog.text
+    assert failing.stats.failed_saves == 20
+
+
+class Held:
+    """A mover whose tiers do not take what they are to take."""
+
+    status = MoverStatus(errors={"nvme": "the file system is full"}, held_up_by="differential 3 is not in nvme")
+
+
+@pytest.mark.parametrize("error", [None, Transient("503 slow down"), JobConflict("generation 2 has opened")])
+async def test_a_long_wait_is_told_while_it_lasts(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saves, "TELL_S", 0.01)
+    told = asyncio.Event()
+    told_by = logging.Handler()
+    told_by.emit = lambda record: told.set()  # type: ignore[method-assign]  # the record does not matter
+    monkeypatch.setattr(saves.log, "handlers", [told_by])
+
+    async def drain() -> None:
+        await told.wait()
+        if error is not None:
+            raise error
+
+    expected = {Transient: SaveError, JobConflict: JobConflict}.get(type(error))  # type: ignore[arg-type]  # None too
+    asking = ask_mover(TaskScheduler(), cast(MoverHandle, Held()), drain(), "flushing the tiers", 60.0)
+    if expected is None:
+        await asking
+    else:
+        with pytest.raises(expected, match=str(error)):
+            await asking
+    said = (
+        "flushing the tiers is waited for, for up to 60 s: differential 3 is not in nvme; nvme: the file system is full"
+    )
+    assert said in caplog.text
+
+
+async def test_a_wait_that_is_broken_off_leaves_nothing_running() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def drain() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    waiting = asyncio.ensure_future(
+        ask_mover(TaskScheduler(), cast(MoverHandle, Held()), drain(), "flushing the tiers", 60.0)
+    )
+    await began.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(ended.wait(), 10.0)

@@ -1,0 +1,79 @@
+"""A shared tier that is empty, and was not, is never taken for a new one while some memory tells of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training import Training, life, memory
+from tiercheck.errors import RecoveryError
+from tiercheck.hierarchy import Hierarchy
+
+REFUSED = r"tier nvme holds nothing of this job, though this node's memory says .* is not mounted, or was emptied"
+
+
+def trained(tiers: Hierarchy, first: int, last: int) -> Training:
+    training = Training()
+    with life(training.attach(tiers, base_every=4)):
+        assert training.checkpointer is not None
+        assert training.checkpointer.version == first - 1
+        training.states[first - 1] = training.parameters()
+        for version in range(first, last + 1):
+            training.step(version)
+    return training
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("r0*/**/*") if each.is_file()}
+
+
+def test_an_emptied_store_is_refused_and_nothing_is_put_there(tmp_path: Path) -> None:
+    store, first = tmp_path / "store", memory()
+    tiers = Hierarchy.of(first, f"nvme://{store}?survives=rack")
+    before = trained(tiers, 1, 6)
+    store.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(RecoveryError, match=REFUSED):
+            Training().attach(tiers)
+    assert contents(store) == {}
+    # Mounted again, it serves, and so does memory.
+    for each in sorted(store.rglob("*"), reverse=True):
+        each.rmdir() if each.is_dir() else each.unlink()
+    store.rmdir()
+    (tmp_path / "away").rename(store)
+    after = trained(tiers, 7, 8)
+    assert after.states[6] == before.states[6]
+
+
+def test_a_store_that_was_emptied_on_purpose_gets_another_place(tmp_path: Path) -> None:
+    first = memory()
+    before = trained(Hierarchy.of(first, f"nvme://{tmp_path}/one?survives=rack"), 1, 6)
+    trained(Hierarchy.of(first, f"nvme://{tmp_path}/two?survives=rack"), 7, 9)
+    alone = Training()
+    alone.attach(Hierarchy.of(memory(), f"nvme://{tmp_path}/two?survives=rack")).abort()
+    assert alone.parameters() != before.states[6]
+    assert contents(tmp_path / "two")
+
+
+def test_a_store_that_was_away_from_the_first_start_on_is_new_to_the_job(tmp_path: Path) -> None:
+    """A file is in the way of its directory, so that it could not be opened before."""
+    first = memory()
+    before = trained(Hierarchy.of(first), 1, 2)
+    (tmp_path / "store").write_bytes(b"in the way")
+    tiers = Hierarchy.of(first, f"nvme://{tmp_path}/store?survives=rack")
+    training = Training()
+    checkpointer = training.attach(tiers, deadline_s=4.0)
+    assert training.parameters() == before.states[2]
+    training.step(3)
+    checkpointer.abort()
+    (tmp_path / "store").unlink()
+    trained(tiers, 4, 5)
+    assert contents(tmp_path / "store")
+
+
+def test_a_job_whose_memory_is_gone_knows_of_no_store(tmp_path: Path) -> None:
+    """Nothing tells: that is what mount= is for."""
+    tiers = Hierarchy.of(memory(), f"nvme://{tmp_path}/store?survives=rack")
+    trained(tiers, 1, 2)
+    assert trained(Hierarchy.of(memory(), f"nvme://{tmp_path}/other?survives=rack"), 1, 1)
