@@ -14,6 +14,8 @@ from __future__ import annotations
 from tiercheck.kernels import catalogue
 from tiercheck.kernels.adam import AdamStep, SparseGradient
 from tiercheck.kernels.catalogue import *  # noqa: F403  its __all__ is the only list of the kernels
+from tiercheck.kernels.gradients import HalfGradient
+from tiercheck.kernels.halves import widened
 from tiercheck.kernels.reference.blocks import BLOCK, NONFINITE_CODE
 from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES
 from tiercheck.kernels.reference.exponents import packed_bytes_max
@@ -29,10 +31,12 @@ __all__ = [
     "ONEBIT_BLOCK",
     "SAMPLES",
     "AdamStep",
+    "HalfGradient",
     "Kernel",
     "SgdStep",
     "SparseGradient",
     "packed_bytes_max",
     "warm_up",
+    "widened",
 ]
 __all__ += catalogue.__all__

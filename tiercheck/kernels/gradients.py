@@ -1,17 +1,18 @@
-"""The gradients that a replay takes, dense and sparse, and the checks of the arrays that it works on."""
+"""The gradients that a replay takes, dense, sparse or in half precision, and the checks of the arrays that it works
+on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["Gradient", "SparseGradient", "check_gradients", "check_state", "dense"]
+__all__ = ["Gradient", "HalfGradient", "SparseGradient", "check_gradients", "check_state", "dense"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,45 @@ class SparseGradient:
         return SparseGradient(self.indices[first:last] - np.uint32(start), self.values[first:last])
 
 
+@dataclass(frozen=True, eq=False)
+class HalfGradient:
+    """A gradient whose elements are these half-precision numbers as fp32, multiplied by ``scale`` if there is one.
+
+    ``halves`` (bf16 patterns as uint16, or fp16) are 1-D, contiguous and aligned.
+
+    Raises:
+        ConfigurationError: for an array of any other form.
+    """
+
+    halves: NDArray[np.uint16] | NDArray[np.float16]
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        halves = self.halves
+        if halves.ndim != 1 or halves.dtype not in ((np.uint16,) if self.scale is None else (np.uint16, np.float16)):
+            raise ConfigurationError(
+                f"a gradient in half precision is 1-D, of bf16 patterns (with a scale also of fp16 numbers), not "
+                f"{halves.ndim}-D {halves.dtype}"
+            )
+        if not halves.flags.c_contiguous or not halves.flags.aligned:
+            raise ConfigurationError("a gradient in half precision must be contiguous and aligned")
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.halves.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.halves.nbytes
+
+    def piece(self, start: int, stop: int) -> HalfGradient:
+        """The gradient of elements ``start..stop-1``, a view."""
+        return HalfGradient(self.halves[start:stop], self.scale)
+
+
 Gradient: TypeAlias = NDArray[np.float32] | SparseGradient
+"""What a kernel takes."""
 
 
 def dense(gradient: Gradient, size: int) -> NDArray[np.float32]:
@@ -84,7 +123,7 @@ def check_state(state: Mapping[str, NDArray[np.float32]]) -> None:
                 raise ConfigurationError(f"a replay works in place; {name} overlaps {other}")
 
 
-def check_gradients(state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient]) -> None:
+def check_gradients(state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient | HalfGradient]) -> None:
     """Check that the gradients have the state's size and do not share its memory.
 
     Errors: ``ConfigurationError`` that names the gradient.
@@ -95,7 +134,11 @@ def check_gradients(state: Mapping[str, NDArray[np.float32]], gradients: Sequenc
         if isinstance(gradient, SparseGradient):
             if gradient.indices.size and gradient.indices[-1] >= size:
                 raise ConfigurationError(f"{name} has the index {gradient.indices[-1]}, and param {size} elements")
-            arrays: tuple[NDArray[np.float32] | NDArray[np.uint32], ...] = (gradient.values, gradient.indices)
+            arrays: tuple[NDArray[Any], ...] = (gradient.values, gradient.indices)
+        elif isinstance(gradient, HalfGradient):
+            if gradient.size != size:
+                raise ConfigurationError(f"{name} has {gradient.size} elements, and param {size}")
+            arrays = (gradient.halves,)
         else:
             check_array(name, gradient, size)
             arrays = (gradient,)

@@ -41,11 +41,12 @@ def upper_halves(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> None:
         out[i] = np.uint16(bits[i] >> np.uint32(16))
 
 
-def widen(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
+def widen(patterns: NDArray[np.uint16], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """As the reference."""
-    bits = np.empty(patterns.size, np.uint32)
-    widen_into(frozen(patterns), bits)
-    return bits.view(np.float32)
+    values = np.empty(patterns.size, np.float32) if out is None else out
+    check_pair(values, patterns)
+    widen_into(frozen(patterns), values.view(np.uint32))
+    return values
 
 
 @compiled

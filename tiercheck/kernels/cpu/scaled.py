@@ -10,6 +10,7 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import TILE, compiled, frozen, pointer
+from tiercheck.kernels.reference.bfloat16 import check_pair
 from tiercheck.kernels.reference.gathering import check_lengths
 from tiercheck.kernels.reference.scaled import Halves, check_halves, check_scale
 
@@ -23,10 +24,11 @@ def narrow_scaled_into(values: NDArray[np.float32], scale: float, out: Halves) -
     return bool(narrow_all(frozen(values), np.float32(scale), out.dtype == np.float16, out.view(np.uint16)))
 
 
-def widen_scaled(halves: Halves, scale: float) -> NDArray[np.float32]:
+def widen_scaled(halves: Halves, scale: float, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """As the reference."""
     check_scale(scale)
-    values = np.empty(halves.size, np.float32)
+    values = np.empty(halves.size, np.float32) if out is None else out
+    check_pair(values, halves.view(np.uint16))
     widen_all(frozen(halves.view(np.uint16)), np.float32(scale), halves.dtype == np.float16, values)
     return values
 

@@ -26,9 +26,17 @@ def narrow_into(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
     out[:] = values.view(np.uint32) >> np.uint32(16)
 
 
-def widen(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The fp32 values of bf16 patterns, as a new array. Every bit survives."""
-    return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def widen(patterns: NDArray[np.uint16], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The fp32 values of bf16 patterns, in ``out``, or as a new array. Every bit survives.
+
+    Errors: ``ValueError`` if ``out`` has another size.
+    """
+    values = (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if out is None:
+        return values
+    check_pair(out, patterns)
+    out.view(np.uint32)[:] = values.view(np.uint32)
+    return out
 
 
 def round_bfloat16_into(values: NDArray[np.float32], out: NDArray[np.uint16], *, threads: int = 1) -> None:

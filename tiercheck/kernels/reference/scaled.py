@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.reference.bfloat16 import widen
+from tiercheck.kernels.reference.bfloat16 import check_pair, widen
 from tiercheck.kernels.reference.gathering import check_lengths, words_at
 
 __all__ = [
@@ -62,12 +62,14 @@ def narrow_scaled_into(values: NDArray[np.float32], scale: float, out: Halves) -
     return bool(exact.all())
 
 
-def widen_scaled(halves: Halves, scale: float) -> NDArray[np.float32]:
-    """The half-precision numbers times ``scale``, as a new array: one fp32 multiplication each. Errors: ``ValueError``
-    for a scale outside of :data:`SCALE_MIN` to :data:`SCALE_MAX`."""
+def widen_scaled(halves: Halves, scale: float, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The half-precision numbers times ``scale``, in ``out``, or as a new array: one fp32 multiplication each. Errors:
+    ``ValueError`` for a scale outside of :data:`SCALE_MIN` to :data:`SCALE_MAX`, or if ``out`` has another size."""
     check_scale(scale)
+    values = np.empty(halves.size, np.float32) if out is None else out
+    check_pair(values, halves.view(np.uint16))
     with np.errstate(all="ignore"):
-        return numbers_of(halves) * np.float32(scale)
+        return np.multiply(numbers_of(halves), np.float32(scale), out=values)
 
 
 def are_scaled(addresses: NDArray[np.int64], sizes: NDArray[np.int64], scale: float, fp16: bool) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.streams.codecs.encoding import DTYPES, FLOATS, Codec, Encoding, Part, Slot, StoredPart
 from tiercheck.streams.codecs.registry import codec, codec_names, registered
 from tiercheck.types import Fidelity, shown
@@ -34,6 +34,7 @@ __all__ = [
     "codec_names",
     "codec_of",
     "decode",
+    "decode_half",
     "decode_sparse",
     "fidelity_of",
     "registered",
@@ -58,6 +59,15 @@ def decode_sparse(description: object, parts: Mapping[str, StoredPart], *, threa
     """
     encoding = Encoding.from_object(description)
     return codec_of(encoding).decode_sparse(encoding, parts, threads=threads)
+
+
+def decode_half(description: object, parts: Mapping[str, StoredPart]) -> HalfGradient | None:
+    """The stored elements of an fp32 tensor that is stored in half precision; ``None`` if :func:`decode` is to be used.
+
+    Errors: as for :func:`decode`.
+    """
+    encoding = Encoding.from_object(description)
+    return codec_of(encoding).decode_half(encoding, parts)
 
 
 def fidelity_of(description: object) -> Fidelity:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiercheck import schema
 from tiercheck.errors import Corruption
-from tiercheck.kernels import Kernel, SparseGradient
+from tiercheck.kernels import HalfGradient, Kernel, SparseGradient
 from tiercheck.named import format_text, options_of
 from tiercheck.types import Buffer, Fidelity
 
@@ -202,6 +202,12 @@ class Codec(abc.ABC):
 
         ``None`` if the tensor is stored densely, or is too large for 32-bit indices: use :meth:`decode`. Errors:
         ``Corruption``.
+        """
+        return None
+
+    def decode_half(self, encoding: Encoding, parts: Mapping[str, StoredPart]) -> HalfGradient | None:
+        """The elements of :meth:`decode`'s tensor, if that is fp32 and all of them are stored in half precision: views
+        of a part. ``None`` if they are not: use :meth:`decode`. Errors: ``Corruption``.
         """
         return None
 

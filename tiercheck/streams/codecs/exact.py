@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.errors import Corruption
 from tiercheck.format.container import copy_with_checksum
-from tiercheck.kernels import Kernel
+from tiercheck.kernels import HalfGradient, Kernel
+from tiercheck.kernels.reference.scaled import check_scale
 from tiercheck.streams.codecs.checks import (
     check_description,
     check_dtype,
@@ -68,14 +69,23 @@ class Exact(Codec):
         return Encoding(self.text, dtype, shape, ("",), checksums={"": checksum})
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
+        stored = self._stored(encoding, parts)
+        return kernels.widened(stored).reshape(encoding.shape) if isinstance(stored, HalfGradient) else stored
+
+    def decode_half(self, encoding: Encoding, parts: Mapping[str, StoredPart]) -> HalfGradient | None:
+        stored = self._stored(encoding, parts)
+        return stored if isinstance(stored, HalfGradient) else None
+
+    def _stored(self, encoding: Encoding, parts: Mapping[str, StoredPart]) -> NDArray[Any] | HalfGradient:
+        """Errors: ``Corruption``."""
         scaled = encoding.dtype == "F32" and SCALE in encoding.scalars
         check_description(encoding, DTYPES, (SCALE,) if scaled else ())
         (part,) = check_parts(encoding, parts, ("",))
         if scaled:
-            return decode_scaled(encoding, part)
-        narrowed = encoding.dtype == "F32" and part.dtype == "BF16"
-        patterns = part_array(part, "BF16" if narrowed else encoding.dtype, encoding.shape)
-        return kernels.widen(patterns.reshape(-1)).reshape(encoding.shape) if narrowed else patterns
+            return scaled_halves(encoding, part)
+        if encoding.dtype == "F32" and part.dtype == "BF16":
+            return HalfGradient(part_array(part, "BF16", encoding.shape).reshape(-1))
+        return part_array(part, encoding.dtype, encoding.shape)
 
     def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
         return kernels.is_bfloat16, kernels.narrow_into, kernels.widen, kernels.widen_scaled
@@ -91,7 +101,7 @@ def encode_scaled(values: NDArray[np.float32], fp16: bool, scale: float, codec: 
     return Encoding(codec.text, "F32", values.shape, ("",), {SCALE: int(np.float32(scale).view(np.uint32))})
 
 
-def decode_scaled(encoding: Encoding, part: StoredPart) -> NDArray[Any]:
+def scaled_halves(encoding: Encoding, part: StoredPart) -> HalfGradient:
     """Errors: ``Corruption`` if what is stored is no half-precision tensor, or its scale no number that a scale is."""
     if part.dtype not in ("BF16", "F16"):
         raise Corruption(f"a tensor with a scale is stored as BF16 or F16, not as {part.dtype!r:.20}")
@@ -101,6 +111,7 @@ def decode_scaled(encoding: Encoding, part: StoredPart) -> NDArray[Any]:
         raise Corruption(f"a scale is the pattern of a positive fp32 number, not {pattern}")
     scale = float(np.uint32(pattern).view(np.float32))
     try:
-        return kernels.widen_scaled(halves, scale).reshape(encoding.shape)
+        check_scale(scale)
     except ValueError as error:
         raise Corruption(f"a tensor's scale is malformed: {error}") from None
+    return HalfGradient(halves, scale)

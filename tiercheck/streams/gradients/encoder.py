@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.format.container import TensorSpec
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient, widened
 from tiercheck.streams.codecs import DTYPES, Codec, Encoding, Slot, decode, decode_sparse
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 from tiercheck.types import Fidelity
@@ -145,7 +145,9 @@ class GradientEncoder:
                 residual.fill(0)
 
 
-def forget_sent(residuals: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor | SparseGradient]) -> None:
+def forget_sent(
+    residuals: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor | SparseGradient | HalfGradient]
+) -> None:
     """Take out of residuals, in place, what later encodings have sent, given what these decode to.
 
     An element that was sent took all of its residual with it; one that comes back as zero has left it where it was.
@@ -156,6 +158,8 @@ def forget_sent(residuals: Mapping[str, torch.Tensor], gradients: Mapping[str, t
         gradient = gradients.get(name)
         if isinstance(gradient, SparseGradient):
             residual.numpy()[gradient.indices] = 0
+        elif isinstance(gradient, HalfGradient):
+            residual.numpy()[widened(gradient) != 0] = 0
         elif gradient is not None:
             residual.masked_fill_(gradient.reshape(-1) != 0, 0)
 

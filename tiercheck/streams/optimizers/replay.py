@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels.gradients import Gradient, SparseGradient, check_gradients, check_state
+from tiercheck.kernels import widened
+from tiercheck.kernels.gradients import Gradient, HalfGradient, SparseGradient, check_gradients, check_state
 from tiercheck.kernels.threads import run, split
 from tiercheck.streams.optimizers.optimizer import Array, Form, Function, ReplayableOptimizer, State
 from tiercheck.streams.optimizers.registry import find_optimizer
@@ -20,6 +21,9 @@ from tiercheck.streams.optimizers.registry import find_optimizer
 __all__ = ["Replay", "Setting", "is_ready", "replay_for"]
 
 logger = logging.getLogger(__name__)
+
+WIDENED = 8 * 32704
+"""Elements: 1 MiB of fp32 for each step, and whole tiles of :mod:`tiercheck.kernels.torch_tiles`."""
 
 _ready: set[tuple[str, Setting]] = set()
 """For which optimizers' kinds, running how, :func:`replay_for` has found a form in this process."""
@@ -49,7 +53,7 @@ class Replay:
         self,
         param: Array,
         state: State,
-        gradients: Sequence[Gradient],
+        gradients: Sequence[Gradient | HalfGradient],
         steps: Sequence[Any],
         *,
         threads: int = 1,
@@ -58,7 +62,8 @@ class Replay:
 
         All arrays are fp32, contiguous, of one size (any shape), and one whole tensor each: an implementation may round
         the end of every tensor otherwise. A gradient may be a :class:`SparseGradient`, whose indices count the
-        tensor's elements; the step is the one with the dense gradient, which moves every element. ``state`` has the
+        tensor's elements; the step is the one with the dense gradient, which moves every element. One in half precision
+        is widened :data:`WIDENED` elements at a time, which stay in the processor's caches. ``state`` has the
         arrays that the steps need, and no others. A step that was skipped, or in which this tensor had no gradient, is
         left out by the caller. At most ``threads`` threads run, the caller's included.
 
@@ -72,15 +77,22 @@ class Replay:
         self._check(arrays, gradients, steps)
         flat = {name: array.reshape(-1) for name, array in arrays.items()}
 
+        halves = [index for index, each in enumerate(gradients) if isinstance(each, HalfGradient)]
+
         def apply(piece: slice) -> None:
-            parts = {name: array[piece] for name, array in flat.items()}
-            pieces = [piece_of(each, piece) for each in gradients]
-            with np.errstate(all="ignore"):
-                self.function(parts.pop("param"), parts, pieces, steps)
+            # Used again for each part: fresh memory takes longer to fill than the step takes.
+            rooms = {index: np.empty(WIDENED, np.float32) for index in halves}
+            for part in parts_of(piece, WIDENED) if rooms else (piece,):
+                parts = {name: array[part] for name, array in flat.items()}
+                pieces = [piece_of(each, part, rooms.get(index)) for index, each in enumerate(gradients)]
+                with np.errstate(all="ignore"):
+                    self.function(parts.pop("param"), parts, pieces, steps)
 
         run(apply, split(param.size, threads))
 
-    def _check(self, arrays: Mapping[str, Array], gradients: Sequence[Gradient], steps: Sequence[Any]) -> None:
+    def _check(
+        self, arrays: Mapping[str, Array], gradients: Sequence[Gradient | HalfGradient], steps: Sequence[Any]
+    ) -> None:
         needed = {self.optimizer.needs(step) for step in steps}
         if len(needed) > 1:
             raise ConfigurationError("the steps of one replay all need the same state")
@@ -95,7 +107,18 @@ class Replay:
         check_gradients(arrays, gradients)
 
 
-def piece_of(gradient: Gradient, piece: slice) -> Gradient:
+def parts_of(piece: slice, size: int) -> Iterator[slice]:
+    """The piece in parts of ``size`` elements, and what is left: only the last part of an array ends in a partial
+    vector."""
+    for start in range(piece.start, piece.stop, size):
+        yield slice(start, min(start + size, piece.stop))
+
+
+def piece_of(gradient: Gradient | HalfGradient, piece: slice, room: Array | None) -> Gradient:
+    """``room``: for a gradient in half precision, memory of at least the piece's length."""
+    if isinstance(gradient, HalfGradient):
+        part = gradient.piece(piece.start, piece.stop)
+        return widened(part, None if room is None else room[: part.size])
     if isinstance(gradient, SparseGradient):
         return gradient.piece(piece.start, piece.stop)
     return gradient.reshape(-1)[piece]

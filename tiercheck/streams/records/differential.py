@@ -34,9 +34,9 @@ from tiercheck.format.container import (
     header_room,
 )
 from tiercheck.format.header import round_up
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.keys import ShardKey
-from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half, decode_sparse, fidelity_of
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
@@ -100,6 +100,11 @@ class Differential:
         """The same without its zeros; ``None`` if it is stored densely."""
         encoding = self._encodings[master]
         return decode_sparse(encoding, self._parts(master), threads=threads)
+
+    def half_gradient(self, master: str) -> HalfGradient | None:
+        """The same as it is stored; ``None`` if that is not fp32 in half precision."""
+        encoding = self._encodings[master]
+        return decode_half(encoding, self._parts(master))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers recorded at this version."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.threads import PIECE_MIN
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
@@ -269,7 +269,7 @@ def how_it_runs(group: Mapping[str, Any], device: str = HOST) -> str:
     return "foreach" if foreach or (foreach is None and device != HOST) else "single_tensor"
 
 
-def array_of_gradient(gradient: Gradient) -> Array | SparseGradient:
-    if isinstance(gradient, SparseGradient):
+def array_of_gradient(gradient: Gradient) -> Array | SparseGradient | HalfGradient:
+    if not isinstance(gradient, torch.Tensor):
         return gradient
     return gradient.to(torch.float32).contiguous().numpy()

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.gpu_adam import Powers
 from tiercheck.streams.optimizers.optimizer import Candidate, OnDevice, ReplayableOptimizer, Trial
 from tiercheck.streams.optimizers.replay import Setting
 from tiercheck.streams.optimizers.stand_in import Outcome, trials_of, with_its_bits
-from tiercheck.streams.replay.runs import Gradient
+from tiercheck.streams.replay.runs import Gradient, wide
 
 __all__ = ["DeviceMemory", "DeviceReplay", "device_replay_for"]
 
@@ -91,6 +91,8 @@ class DeviceReplay:
 
 def placed(gradient: Gradient, piece: slice, device: torch.device) -> torch.Tensor:
     """Elements of a gradient on the device, dense, flat and in fp32."""
+    if isinstance(gradient, HalfGradient):
+        return wide(gradient.piece(piece.start, piece.stop)).to(device)
     if not isinstance(gradient, SparseGradient):
         return gradient.reshape(-1)[piece].to(device, torch.float32).contiguous()
     part = gradient.piece(piece.start, piece.stop)

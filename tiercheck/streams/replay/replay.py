@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from tiercheck.errors import Corruption
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import is_kernel_ready, kernel_for
-from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run
+from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run, wide
 from tiercheck.streams.state import MakeRuns
 from tiercheck.streams.tensors.provider import StateProvider
 
@@ -262,7 +262,9 @@ class Replayer:
 
 
 def dense(gradient: Gradient, master: torch.Tensor) -> torch.Tensor:
-    """The gradient with its zeros, in the master's shape."""
-    if not isinstance(gradient, SparseGradient):
+    """The gradient as the optimizer takes it, in the master's shape."""
+    if isinstance(gradient, torch.Tensor):
         return gradient
+    if isinstance(gradient, HalfGradient):
+        return wide(gradient).view(master.shape)
     return torch.from_numpy(gradient.dense(master.numel())).view(master.shape)

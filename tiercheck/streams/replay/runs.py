@@ -18,20 +18,23 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from tiercheck.errors import Corruption
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.codecs import Encoding, codec_of
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.state import Undecodable
+from tiercheck.streams.tensors.as_bytes import tensor_of
 
-__all__ = ["Gradient", "GradientsOnDemand", "Run", "Step", "check_fits", "decode_run", "run_of"]
+__all__ = ["Gradient", "GradientsOnDemand", "Run", "Step", "check_fits", "decode_run", "run_of", "wide"]
 
-Gradient = torch.Tensor | SparseGradient
-"""In the master's shape, on the host; or of its flattened elements those that are not zero, as fp32."""
+Gradient = torch.Tensor | SparseGradient | HalfGradient
+"""In the master's shape, on the host; or of its flattened elements those that are not zero, as fp32; or all of them, as
+they are stored."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,17 @@ def _gradients(differential: Differential, threads: int) -> dict[str, Gradient]:
 
 
 def gradient_of(differential: Differential, name: str, *, threads: int = 1) -> Gradient:
-    """The gradient of a master, decoded. Errors: ``Corruption``."""
-    sparse = differential.sparse_gradient(name, threads=threads)
-    return differential.gradient(name, threads=threads) if sparse is None else sparse
+    """The gradient of a master, decoded unless it is stored in half precision: that is done where it is used, and takes
+    no memory of its own. Errors: ``Corruption``."""
+    stored = differential.sparse_gradient(name, threads=threads) or differential.half_gradient(name)
+    return differential.gradient(name, threads=threads) if stored is None else stored
+
+
+def wide(gradient: HalfGradient) -> torch.Tensor:
+    """The gradient's elements (fp32, 1-D), by torch: who calls the optimizer needs no kernel. The bits are those
+    of :func:`tiercheck.kernels.widened`."""
+    halves = tensor_of(gradient.halves, "F16" if gradient.halves.dtype == np.float16 else "BF16").float()
+    return halves if gradient.scale is None else halves.mul_(gradient.scale)
 
 
 class GradientsOnDemand(Mapping[str, Gradient]):

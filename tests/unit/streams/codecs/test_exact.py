@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from tests.encoding import Stored, encode, gradient, hold, raw, round_trip
 from tiercheck import kernels
 from tiercheck.errors import Corruption
-from tiercheck.streams.codecs import DTYPES, FLOATS, decode, decode_sparse, entropy
+from tiercheck.streams.codecs import DTYPES, FLOATS, decode, decode_half, decode_sparse, entropy
 from tiercheck.streams.codecs.entropy import FRAME_ELEMENTS
+from tiercheck.streams.codecs.exact import Exact, encode_scaled
 
 NANS = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0xFF800000, 0x80000000, 1], np.uint32)
 
@@ -62,6 +63,48 @@ class TestExact:
         encoding, parts = encode("exact", gradient(100), "F32")
         decoded = decode(encoding.to_object(), parts)
         assert np.shares_memory(decoded, np.frombuffer(parts[""].data, np.float32))
+
+
+class TestHalves:
+    """An fp32 tensor that is stored in half precision can be had as it is stored."""
+
+    def test_a_view_of_what_is_stored(self) -> None:
+        array = exactly_bfloat16(1000)
+        encoding, parts = encode("exact", array, "F32")
+        half = decode_half(encoding.to_object(), parts)
+        assert half is not None
+        assert half.scale is None
+        assert np.shares_memory(half.halves, np.frombuffer(parts[""].data, np.uint16))
+        assert raw(kernels.widened(half)) == raw(decode(encoding.to_object(), parts)) == raw(array)
+
+    @pytest.mark.parametrize("fp16", [False, True])
+    def test_with_its_scale(self, fp16: bool) -> None:
+        scale = float(np.float32(0.7))
+        numbers = np.random.default_rng(0).integers(0x3C00, 0x4000, 1000).astype(np.uint16)
+        products = kernels.widen_scaled(numbers.view(np.float16) if fp16 else numbers, scale)
+        stored: dict[str, Stored] = {}
+
+        def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+            stored[suffix] = Stored(dtype, shape, memoryview(bytearray(2 * 1000)))
+            return stored[suffix].data
+
+        encoding = encode_scaled(products, fp16, scale, Exact(), slot)
+        assert encoding is not None
+        half = decode_half(encoding.to_object(), stored)
+        assert half is not None
+        assert half.scale == scale
+        assert raw(kernels.widened(half)) == raw(decode(encoding.to_object(), stored)) == raw(products)
+
+    @pytest.mark.parametrize(("dtype", "codec"), [("F32", "exact"), ("BF16", "exact"), ("F32", "exact+entropy")])
+    def test_others_are_decoded(self, dtype: str, codec: str) -> None:
+        encoding, parts = encode(codec, hold(gradient(1000), dtype), dtype)
+        assert decode_half(encoding.to_object(), parts) is None
+
+    def test_what_no_codec_wrote_is_damaged(self) -> None:
+        encoding, parts = encode("exact", exactly_bfloat16(1000), "F32")
+        shorter = {"": Stored("BF16", (999,), memoryview(bytes(parts[""].data))[:1998])}
+        with pytest.raises(Corruption):
+            decode_half(encoding.to_object(), shorter)
 
 
 class TestEntropy:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tests.forks import Forks
 from tests.replays import Positional, replay_of
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import adam
+from tiercheck.kernels import HalfGradient, SparseGradient, adam, widened
 from tiercheck.streams.optimizers import certification
 from tiercheck.streams.optimizers import replay as replaying
 from tiercheck.streams.optimizers.adam import Adam
@@ -68,7 +68,7 @@ def train(
 def replayed(
     replay: Positional,
     start: Array,
-    gradients: Sequence[Array],
+    gradients: Sequence[Array | SparseGradient | HalfGradient],
     schedule: Sequence[dict[str, Any]],
     batch: int,
     threads: int = 1,
@@ -117,6 +117,24 @@ class TestSameBits:
             state = optimizer.state[parameter]
             expected = [each.detach().numpy() for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             assert differing(replayed(replay, start, gradients, [{}] * 3, batch=2), expected) == 0, start.size
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_gradients_in_half_precision_are_those_numbers(
+        self, implementation: str, choose: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside dense and sparse ones, in tensors that end in any place of the parts that are widened."""
+        monkeypatch.setattr(replaying, "WIDENED", 1024)
+        replay = certain(ADAMW, implementation, choose)
+        for size in (1, 63, 1023, 1024, 1025, 5 * 1024 + 8, 140_003):
+            start, gradients = random_problem(size, 4)
+            halves = [HalfGradient((each.view(np.uint32) >> 16).astype(np.uint16)) for each in gradients]
+            scaled = [HalfGradient(each.astype(np.float16), float(np.float32(0.3))) for each in gradients]
+            kept = np.arange(0, size, 7, dtype=np.uint32)
+            sparse = SparseGradient(kept, gradients[3][kept])
+            stored = [halves[0], scaled[1], gradients[2], sparse]
+            dense = [widened(halves[0]), widened(scaled[1]), gradients[2], sparse.dense(size)]
+            ours = replayed(replay, start, stored, [OPTIONS] * 4, 4, threads)
+            assert differing(ours, replayed(replay, start, dense, [OPTIONS] * 4, 4, threads)) == 0, size
 
     def test_a_schedule_in_batches_of_1_2_and_5(self, implementation: str, choose: str | None) -> None:
         """Learning rate, decay and betas change from step to step; past 5, both of torch's ways to lerp are used."""
