@@ -59,6 +59,9 @@ class Training:
         torch.manual_seed(seed)
         layers = max(1, round(order.nbytes / STATE_BYTES / WIDTH**2))
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        for parameter in model.parameters():
+            # By default each layer shrinks what it is given, and behind a hundred of them all gradients are zeros.
+            torch.nn.init.normal_(parameter, std=WIDTH**-0.5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.job = Job(model, optimizer, Path(order.directory))
         self.version = 0

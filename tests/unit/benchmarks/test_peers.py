@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.peers import job
 from benchmarks.peers.job import Order
 from benchmarks.peers.results import StepCost, VersionCost, back_s, results_of
 
@@ -35,6 +36,20 @@ def test_what_came_after_the_last_save_is_trained_again() -> None:
     version = VersionCost(10**9, "dcp", 3.0, 0.5, 1.25, 7, 10**9, 10**8)
     assert back_s(StepCost(10**9, "dcp", 1, 2.0, 1.0, 1.5), version) == 1.25
     assert back_s(StepCost(10**9, "dcp", 4, 2.0, 1.0, 1.1), version) == 1.25 + 1.5 * 2.0
+
+
+def test_a_deep_job_trains_its_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of zeros take half the bytes, and denormal moments several times as long."""
+    monkeypatch.setattr(job, "WIDTH", 64)
+    layers = 160
+    training = job.Training(Order("dcp", "/nowhere", layers * job.STATE_BYTES * 64**2, (1,), 1, 1), seed=1)
+    for _ in range(3):
+        training.step()
+    parameters = list(training.job.model.parameters())
+    assert len(parameters) == layers
+    for each in (parameters[0], parameters[-1]):
+        moment = training.job.optimizer.state[each]["exp_avg_sq"]
+        assert 1e-20 < float(moment.mean()) < 1e20
 
 
 def test_other_bits_than_were_saved_are_no_figure() -> None:
