@@ -81,7 +81,8 @@ class Replay:
 
         def apply(piece: slice) -> None:
             # Used again for each part: fresh memory takes longer to fill than the step takes.
-            rooms = {index: np.empty(WIDENED, np.float32) for index in halves}
+            room = min(WIDENED, piece.stop - piece.start)
+            rooms = {index: np.empty(room, np.float32) for index in halves}
             for part in parts_of(piece, WIDENED) if rooms else (piece,):
                 parts = {name: array[part] for name, array in flat.items()}
                 pieces = [piece_of(each, part, rooms.get(index)) for index, each in enumerate(gradients)]
