@@ -139,8 +139,8 @@ class Backlog:
                     room.on(RoomEvent.FOUND)
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
+                why = status.holds_up or "the mover has not said why"
                 if now - began >= deadline_s:
-                    why = status.holds_up or "the mover has not said why"
                     raise SaveError(
                         f"the first tier holds {held} differentials and has room for {most}; within "
                         f"{deadline_s:g} s none could go: {why}"
@@ -148,7 +148,7 @@ class Backlog:
                 if now - began >= TELL_S and not told:
                     told = True
                     what = f"holds {held} differentials and has room for {most}"
-                    log.warning("training waits for the first tier, which %s: %s", what, status.holds_up)
+                    log.warning("training waits for the first tier, which %s: %s", what, why)
                 if now - nudged >= NUDGE_S:
                     self._hurry()
                     nudged = now
