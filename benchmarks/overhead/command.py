@@ -98,8 +98,8 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         kind, _, of = name.removeprefix("cuda.").partition(".")
         try:
             if kind == "step":
-                size, codec = of.split(".")
-                found = asyncio.run(on_gpu.step_figure(size, codec, arguments.pairs, arguments.memory))
+                framework, size, codec = of.split(".")
+                found = asyncio.run(on_gpu.step_figure(framework, size, codec, arguments.pairs, arguments.memory))
             else:
                 found = asyncio.run(on_gpu.copy_figure(arguments.pairs))
         except Exception as error:  # noqa: BLE001  (the others are measured all the same)

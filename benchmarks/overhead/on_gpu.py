@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.demo.training.model import GPT
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.torch import attach
 from tiercheck.streams.device.cuda import device_of
 from tiercheck.streams.gradients.staged import Landing, Ring
 from tiercheck.tiers.shm.namespaces import remove_namespace
@@ -31,6 +31,8 @@ __all__ = ["CODECS", "SIZES", "Shape", "copy_figure", "names", "need_gpu", "step
 
 BLOCK = 20
 """Steps of a block."""
+BASE_EVERY = 5
+"""Four bases a block. They are captured, and all that is kept fits the memory of a machine for one GPU."""
 RATIO_MAX = 1.01
 COPY_MIN = 0.9
 COPY_NBYTES = 1 << 30
@@ -63,32 +65,91 @@ class Training:
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(1)
         model = GPT(width=shape.width, layers=shape.layers, heads=shape.heads, sequence=shape.sequence, dropout=0.0)
-        self.model = model.to("cuda", torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.model: torch.nn.Module = model.to("cuda")
         self._batches = torch.randint(256, (4, shape.batch, shape.sequence), device="cuda")
+
+    @abstractmethod
+    def attach(self, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer: ...
+    @abstractmethod
+    def step(self, batch: torch.Tensor) -> None: ...
 
     def block(self, checkpointer: Checkpointer | None) -> float:
         """Seconds a step."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for at in range(BLOCK):
-            batch = self._batches[at % 4]
-            self.model(batch, batch).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.step(self._batches[at % 4])
             if checkpointer is not None:
                 checkpointer.end_iteration()
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / BLOCK
 
 
-async def step_figure(size: str, codec: str, pairs: int, memory: int) -> tuple[Figure[Any], Measured]:
+class TorchTraining(Training):
+    """All of it in bf16, by torch's fused AdamW."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.model.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def attach(self, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
+
+        from tiercheck.integrations.torch import attach
+
+        return attach(self.model, self.optimizer, hierarchy, config=config)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.model(batch, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class ZeroTraining(Training):
+    """DeepSpeed's ZeRO-1 in bf16 with fp32 masters, by torch's fused AdamW: a rank by itself."""
+
+    def __init__(self, shape: Shape) -> None:
+        import deepspeed
+
+        super().__init__(shape)
+        if not torch.distributed.is_initialized():
+            alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+            torch.distributed.init_process_group("nccl", **alone)
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
+        config = {
+            "train_micro_batch_size_per_gpu": shape.batch,
+            "steps_per_print": 10**9,
+            "optimizer": optimizer,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_scatter": True},
+        }
+        parameters = self.model.parameters()
+        self.engine, *_ = deepspeed.initialize(model=self.model, model_parameters=parameters, config=config)
+
+    def attach(self, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
+        from tiercheck.integrations.deepspeed import attach
+
+        return attach(self.engine, hierarchy, config=config)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.engine.backward(self.engine(batch, batch))
+        self.engine.step()
+
+
+FRAMEWORKS: Mapping[str, type[Training]] = MappingProxyType({"torch": TorchTraining, "zero1": ZeroTraining})
+
+
+async def step_figure(framework: str, size: str, codec: str, pairs: int, memory: int) -> tuple[Figure[Any], Measured]:
     """``memory``: of the first tier, in bytes. Errors: ``Unavailable``; those of attaching."""
     gpu = need_gpu()
-    saved, plain = Training(SIZES[size]), Training(SIZES[size])
+    try:
+        saved, plain = (FRAMEWORKS[framework](SIZES[size]) for _ in range(2))
+    except ImportError as error:
+        raise Unavailable(f"DeepSpeed cannot be imported ({error})") from None
     name = f"benchmark-{uuid.uuid4().hex[:8]}"
-    config = CheckpointConfig(base_every=1000, bases="capture", codec=codec)
-    checkpointer = attach(saved.model, saved.optimizer, Hierarchy.of(f"shm://{name}?size={memory}"), config=config)
+    config = CheckpointConfig(base_every=BASE_EVERY, bases="capture", codec=codec)
+    checkpointer = saved.attach(Hierarchy.of(f"shm://{name}?size={memory}"), config)
     try:
 
         async def with_saving() -> float:
@@ -107,11 +168,15 @@ async def step_figure(size: str, codec: str, pairs: int, memory: int) -> tuple[F
     parameters = sum(each.numel() for each in saved.model.parameters())
     details = {
         "parameters": parameters,
+        "base_every": BASE_EVERY,
         "stall a step": stats.differential_stall_s / max(1, stats.differentials),
+        "stall a base": stats.base_stall_s / max(1, stats.bases),
         "bytes a step": stats.captured_bytes // max(1, stats.differentials),
     }
-    meaning = f"a step of {parameters:,} bf16 parameters that is saved by {codec}, against one that is not"
-    figure: Figure[Any] = Figure(f"cuda.step.{size}.{codec}", meaning, goal=RATIO_MAX, at_most=True)
+    meaning = (
+        f"a step of {parameters:,} bf16 parameters under {framework} that is saved by {codec}, against one that is not"
+    )
+    figure: Figure[Any] = Figure(f"cuda.step.{framework}.{size}.{codec}", meaning, goal=RATIO_MAX, at_most=True)
     return figure, Measured(summarise_times(found), "s", gpu, 2 * parameters, details)
 
 
@@ -148,4 +213,5 @@ def repeated(work: Callable[[], None]) -> Repetition:
 
 
 def names(sizes: Sequence[str]) -> list[str]:
-    return [*(f"cuda.step.{size}.{codec}" for size in sizes for codec in CODECS), "cuda.copy/cudaMemcpyAsync"]
+    steps = (f"cuda.step.{of}.{size}.{codec}" for size in sizes for of in FRAMEWORKS for codec in CODECS)
+    return [*steps, "cuda.copy/cudaMemcpyAsync"]

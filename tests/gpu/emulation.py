@@ -32,7 +32,9 @@ class OnDevice(np.ndarray[Any, Any]):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return dict(self.__array_interface__)
+        """As CuPy has it: an array without elements has no address."""
+        found = dict(self.__array_interface__)
+        return found if self.size else {**found, "data": (0, False)}
 
 
 def compile_for_host(directory: Path) -> ctypes.CDLL:

@@ -16,6 +16,7 @@ def demo(
     failure: Annotated[str, typer.Option(help="What to lose: software, node, rack or stage.")] = "software",
     zero: Annotated[int, typer.Option(help="The ZeRO stage.", min=0, max=3)] = 1,
     dtype: Annotated[str, typer.Option(help="What to train in: fp32 or bf16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="Where to train: cpu, or cuda, with a rank on each GPU.")] = "cpu",
     seed: Annotated[int | None, typer.Option(help="Model, data and failure; drawn and printed by default.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="A file or folder to train on, instead of Python's standard library.")
@@ -61,6 +62,7 @@ def demo(
             failure=Failure.parse(failure),
             zero=zero,
             dtype=dtype,
+            device=device,
             codec=codec,
             seed=seed,
             text=text,

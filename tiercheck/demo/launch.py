@@ -71,7 +71,9 @@ class Trainers:
         arguments = [f"--settings={settings_file}", f"--progress={self.folder}"]
         before = set(psutil.Process().children())
         try:
-            self._agent = self._start(self.settings.ranks, arguments, self.log, trainer_environment(self.folder))
+            self._agent = self._start(
+                self.settings.ranks, arguments, self.log, trainer_environment(self.settings.device, self.folder)
+            )
         except BaseException:  # a signal that ends the demo may come when the process is there and nobody knows it yet
             for process in set(psutil.Process().children()) - before:
                 process.kill()
@@ -205,10 +207,11 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-def trainer_environment(folder: Path) -> dict[str, str]:
+def trainer_environment(device: str, folder: Path) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else its results differ from run to run
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a rank that aborts in native code says where it was

@@ -42,6 +42,8 @@ class DemoOptions:
     failure: Failure = Failure.SOFTWARE
     zero: int = 1
     dtype: str = "fp32"
+    device: str = "cpu"
+    """``cuda``: a rank on each GPU, and two at most, unless there is a pipeline."""
     codec: str = "exact"
     seed: int | None = None
     text: Path | None = None
@@ -70,14 +72,17 @@ class DemoOptions:
         }
         seed = secrets.randbelow(SEED_MAX + 1) if self.seed is None else self.seed
         sizes = {**SIZES.get(self.dtype, SIZES["fp32"]), **chosen}
+        if self.device == "cuda":
+            sizes = {"ranks": min(RANKS, gpus_for(max(self.pipeline, self.resume_on or 1))), **sizes}
         if self.pipeline:
-            sizes = {"layers": self.pipeline, "ranks": self.pipeline, "stages": self.pipeline, **sizes}
+            sizes = {"layers": self.pipeline, **sizes, "ranks": self.pipeline, "stages": self.pipeline}
             if self.resume_on is not None:
                 raise ConfigurationError("a pipeline goes on with its stages: --resume-on is for ranks without one")
         return TrainingSettings(
             seed=seed,
             zero=self.zero,
             dtype=self.dtype,
+            device=self.device,
             codec=self.codec,
             text=None if self.text is None else str(self.text.absolute()),
             on_lost_stage=self.on_lost_stage,
@@ -104,7 +109,7 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     with Workspace(options.output, keep=options.keep, ranks=ranks) as workspace:
         first, second = (with_tiers(each, workspace) for each in (settings, resumed))
         workspace.nodes.check_memory(first)
-        introduce(console, options, resumed, failure)
+        introduce(console, options, settings, resumed, failure)
         with progress_bars(console) as bars:
             if compared_when_resumed:  # the uninterrupted run tells its state at the version that was recovered
                 second = replace(second, digest_at=RECOVERED)
@@ -124,30 +129,47 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     return result
 
 
+def gpus_for(ranks: int) -> int:
+    """The GPUs there are. Errors: ``ConfigurationError`` if they are too few for so many ranks."""
+    import torch  # which is heavy, and was not needed so far
+
+    count = torch.cuda.device_count()
+    if count < ranks:
+        found = "this torch is built for CPUs" if torch.version.cuda is None else f"torch finds {count}"
+        raise ConfigurationError(f"--device cuda needs a GPU for each rank, here for {ranks_text(ranks)}, and {found}")
+    return count
+
+
 def with_tiers(settings: TrainingSettings, workspace: Workspace) -> TrainingSettings:
     nodes = workspace.nodes
     return replace(settings, tiers=nodes.tiers(settings, workspace.durable), name=nodes.name)
 
 
-def introduce(console: Console, options: DemoOptions, settings: TrainingSettings, failure: FailurePlan) -> None:
-    """``settings``: of the life after the failure."""
+def introduce(
+    console: Console, options: DemoOptions, before: TrainingSettings, settings: TrainingSettings, failure: FailurePlan
+) -> None:
+    """``before``, ``settings``: of the lives before and after the failure."""
     source = "the Python standard library's source" if settings.text is None else settings.text
     lost = ", ".join(f"node {node}" for node in failure.nodes_lost)
     lost = lost and f", and the memory of {lost} is lost"
     if failure.stage_lost is not None:
         lost = f", and every copy of stage {failure.stage_lost} is lost{but_bases(failure)}"
     goes_on = ""
-    if options.resume_on not in (None, RANKS):
+    if settings.ranks != before.ranks:
         goes_on = f" Then it goes on with {ranks_text(settings.ranks)}."
     parameters = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
-    layout = f"a pipeline of {settings.stages} stages" if settings.stages else ranks_text(RANKS)
+    layout = f"a pipeline of {settings.stages} stages" if settings.stages else ranks_text(before.ranks)
     console.print(
         f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
-        f"ZeRO-{settings.zero}, {settings.dtype}, {layout}.\n"
+        f"ZeRO-{settings.zero}, {settings.dtype}, {layout}{on_gpus(settings)}.\n"
         f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
         f"kill -9 of all trainers{lost}.{goes_on}",
         highlight=False,
     )
+
+
+def on_gpus(settings: TrainingSettings) -> str:
+    return " on a GPU each" if settings.device == "cuda" else ""
 
 
 def but_bases(failure: FailurePlan) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.recovery.lost_stage import LostStage
 
-__all__ = ["DTYPES", "RANKS", "RANKS_MAX", "RECOVERED", "ZERO_STAGES", "TrainingSettings"]
+__all__ = ["DEVICES", "DTYPES", "RANKS", "RANKS_MAX", "RECOVERED", "ZERO_STAGES", "TrainingSettings"]
 
 RANKS = 2
 """Each rank stands for a node and has a shared-memory namespace of its own."""
@@ -19,6 +19,7 @@ STAGES_MIN = 3
 """One of them is to be lost that has two neighbours."""
 ZERO_STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")
 SEED_MAX = 2**31 - 1
 RECOVERED = -1
 
@@ -35,6 +36,8 @@ class TrainingSettings:
     seed: int
     zero: int = 1
     dtype: str = "fp32"
+    device: str = "cpu"
+    """``cuda``: each rank has a GPU of its own."""
     width: int = 320
     layers: int = 5
     heads: int = 5
@@ -73,6 +76,8 @@ class TrainingSettings:
             raise ConfigurationError(f"ZeRO has the stages 0, 1, 2 and 3, not {self.zero}")
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ConfigurationError(f"unknown device {self.device!r}: choose one of {', '.join(DEVICES)}")
 
         if self.stages:
             self._check_pipeline()

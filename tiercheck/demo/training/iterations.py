@@ -65,7 +65,7 @@ def iterate_by(engine: Any, settings: TrainingSettings, corpus: Bytes, rank: int
             micro_batch=settings.micro_batch,
             sequence=settings.sequence,
         )
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        return torch.from_numpy(inputs).to(settings.device), torch.from_numpy(targets).to(settings.device)
 
     def as_copy(version: int) -> torch.Tensor:
         loss: torch.Tensor = engine(*windows(version, rank))

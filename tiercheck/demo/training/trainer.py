@@ -16,18 +16,19 @@ from typing import Any
 
 from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
 
-prepare_cpu()  # before anything imports DeepSpeed, which chooses its accelerator then
+if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu":
+    prepare_cpu()  # before anything imports DeepSpeed, which chooses its accelerator then
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
+import deepspeed
+import torch
 
-from tiercheck.demo.settings import RECOVERED, TrainingSettings  # noqa: E402
-from tiercheck.demo.training.digest import state_digest, whole_digest  # noqa: E402
-from tiercheck.demo.training.iterations import build_model, iterate_by  # noqa: E402
-from tiercheck.demo.training.model_size import parameter_count  # noqa: E402
-from tiercheck.demo.training.progress import ProgressWriter, progress_path  # noqa: E402
-from tiercheck.demo.training.text import fingerprint, load_corpus  # noqa: E402
-from tiercheck.recording.stats import Stats  # noqa: E402
+from tiercheck.demo.settings import RECOVERED, TrainingSettings
+from tiercheck.demo.training.digest import state_digest, whole_digest
+from tiercheck.demo.training.iterations import build_model, iterate_by
+from tiercheck.demo.training.model_size import parameter_count
+from tiercheck.demo.training.progress import ProgressWriter, progress_path
+from tiercheck.demo.training.text import fingerprint, load_corpus
+from tiercheck.recording.stats import Stats
 
 __all__ = ["deepspeed_configuration", "main", "train"]
 
@@ -162,11 +163,15 @@ def main() -> None:
     parser.add_argument("--progress", type=Path, required=True, help="the folder for the ranks' progress files")
     arguments = parser.parse_args()
     die_with_parent()
-    deepspeed.init_distributed(dist_backend="gloo")
+    settings = TrainingSettings.load(arguments.settings)
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(True)  # the runs are compared bit by bit
+    deepspeed.init_distributed(dist_backend="nccl" if settings.device == "cuda" else "gloo")
     rank = torch.distributed.get_rank()
     with ProgressWriter(progress_path(arguments.progress, rank)) as progress:
         try:
-            train(TrainingSettings.load(arguments.settings), rank, progress)
+            train(settings, rank, progress)
         except Exception as error:
             progress.write("failed", error=f"{type(error).__name__}: {error}")
             raise

@@ -33,6 +33,10 @@ THREADS = 256
 TILE = 2048
 """Elements of a block of threads, if gradients are sparse. The CUDA source has the same number."""
 
+DENSE = 0xFFFFFFFF
+"""In the place of the number of a gradient's indices, if it has none since it is dense. One that is sparse and empty has
+no address either. The CUDA source has the same number."""
+
 COUPLED, SMALL = 1, 2
 """Flags of a step. The CUDA source has the same numbers."""
 
@@ -125,6 +129,7 @@ def table_of(dtype: np.dtype[Any], gradients: Gradients) -> NDArray[np.void]:
     zeros."""
     table = np.zeros(1, dtype)
     table["count"] = len(gradients)
+    table["sizes"] = DENSE
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, SparseOnDevice):
             table["indices"][0, index] = address_of(gradient.indices)

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) replay_adam_sparse(
     const u64 start = u64(blockIdx.x) * TILE;
     for (u32 search = threadIdx.x; search < 2 * all.count; search += THREADS) {
         const u32 index = search / 2;
-        if (!all.indices[index]) continue;
+        if (all.sizes[index] == DENSE) continue;
         u32 &bound = search % 2 ? shared.to[index] : shared.from[index];
         bound = number_below(all.indices[index], all.sizes[index], start + search % 2 * TILE);
     }
@@ -78,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) replay_adam_sparse(
     for (u32 index = 0; index < all.count; index++) {
         const u32 *indices = all.indices[index];
         const float *values = all.values[index];
-        if (indices) {
+        const bool sparse = all.sizes[index] != DENSE;
+        if (sparse) {
 #pragma unroll
             for (u32 own = 0; own < OWN; own++) shared.gradient[own * THREADS + threadIdx.x] = 0.0f;
             __syncthreads();
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) replay_adam_sparse(
         for (u32 own = 0; own < OWN; own++) {
             const u64 at = start + own * THREADS + threadIdx.x;
             if (at >= size) continue;
-            const float gradient = indices ? shared.gradient[own * THREADS + threadIdx.x] : values[at];
+            const float gradient = sparse ? shared.gradient[own * THREADS + threadIdx.x] : values[at];
             apply(states[own], gradient, all.steps[index], contracted, at >= vectors, max_exp_avg_sq != nullptr);
         }
     }

@@ -6,10 +6,12 @@
 
 constexpr u32 MOST_STEPS = 64;  // about 4 KiB; since CUDA 12.1 a kernel's parameters may take 32 KiB
 
+constexpr u32 DENSE = 0xffffffff;    // the same number as in cuda/adam.py
+
 template <class Step> struct Steps {
     u64 count;
     const float *values[MOST_STEPS];
-    const u32 *indices[MOST_STEPS];     // null: the gradient is dense
-    u32 sizes[MOST_STEPS];              // of the indices
+    const u32 *indices[MOST_STEPS];
+    u32 sizes[MOST_STEPS];              // of the indices; or DENSE
     Step steps[MOST_STEPS];
 };
