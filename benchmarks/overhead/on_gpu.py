@@ -64,8 +64,9 @@ class Training:
 
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(1)
-        model = GPT(width=shape.width, layers=shape.layers, heads=shape.heads, sequence=shape.sequence, dropout=0.0)
-        self.model: torch.nn.Module = model.to("cuda")
+        sizes = {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "sequence": shape.sequence}
+        with torch.device("cuda"):  # where a billion numbers are drawn at once
+            self.model: torch.nn.Module = GPT(**sizes, dropout=0.0)
         self._batches = torch.randint(256, (4, shape.batch, shape.sequence), device="cuda")
 
     @abstractmethod
@@ -113,8 +114,8 @@ class ZeroTraining(Training):
 
         super().__init__(shape)
         if not torch.distributed.is_initialized():
-            alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
-            torch.distributed.init_process_group("nccl", **alone)
+            store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
         config = {
             "train_micro_batch_size_per_gpu": shape.batch,

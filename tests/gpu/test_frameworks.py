@@ -30,7 +30,13 @@ pytestmark = pytest.mark.gpu
 SECONDS_MAX = 240.0
 ON_THEIR_WAY = 2
 """Versions whose records may not have arrived on the host when the process is killed."""
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"}
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "DS_ACCELERATOR": "cuda",
+    "LOCAL_RANK": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 BESIDE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 

@@ -16,7 +16,9 @@ Three ways in and out:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,8 @@ __all__ = [
 ]
 
 _ZEROS = bytes(ALIGNMENT)
+FILLED_SHARE_MAX = 8
+"""A shard is filled up if no more than this part of its memory is left."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +230,24 @@ class ShardWriter:
         self._place(spec)[:] = packed.data
         self._object_checksums[spec.name] = packed.checksum or checksum_of(packed.data)
 
+    def fill(self) -> None:
+        """Nothing more comes: pad the shard with zeros, so that it is as long as its memory. Unless that is much longer
+        (:data:`FILLED_SHARE_MAX`). A tier need not cut the memory then, which matters if it is page-locked."""
+        self._check_open()
+        left = len(self._buffer) - self.nbytes
+        if 0 < left <= len(self._buffer) // FILLED_SHARE_MAX:
+            self._buffer[self.nbytes :] = bytes(left)
+            self._layout.fill(left)
+
     def finish(
-        self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None, recurring: Checksums = ()
+        self,
+        metadata: ShardMetadata,
+        *,
+        checksums: Mapping[str, str] | None = None,
+        recurring: Checksums = (),
+        threads: int = 1,
     ) -> int:
-        """Write the header; the file is the first so many bytes of the buffer.
+        """Write the header; the file is the first so many bytes of the buffer. ``threads``: that compute checksums.
 
         Checksums of tensors (:func:`checksum_of`, by name) are taken on trust from ``checksums``,
         and computed where it has none; those of the tensors that recur, as numbers, from ``recurring``. The length
@@ -242,14 +260,28 @@ class ShardWriter:
         known = {**(checksums or {}), **self._object_checksums}
         for name in known.keys() - tensors.keys():
             raise ValueError(f"a checksum was given for {name!r}, which is no tensor of the shard")
-        for name in tensors.keys() - known.keys():
-            known[name] = checksum_of(self._view(tensors[name]))
+        known |= self._checksums([extent for name, extent in tensors.items() if name not in known], threads)
         leading = self._layout.leading
         texts = (b"", b"") if leading is None else leading.texts(self._layout.stamp, recurring)
         extents = self._layout.with_checksums(known)
         encode_header_into(self._buffer[: self._header_nbytes], metadata, extents, recurring=texts)
         self._finished = True
         return self.nbytes
+
+    def _checksums(self, extents: Sequence[Extent], threads: int) -> dict[str, str]:
+        digests = Digests(extents)
+
+        def take(part: Part) -> None:
+            for extent, block in part:
+                digests.take(extent, block, self._view(extent))
+
+        parts = parts_of(extents)
+        if threads == 1 or len(parts) == 1:
+            deque(map(take, parts), maxlen=0)
+        else:
+            with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:
+                deque(pool.map(take, parts), maxlen=0)
+        return {extent.spec.name: digests.checksum(extent) for extent in extents}
 
     def _place(self, spec: TensorSpec) -> memoryview:
         self._check_open()
@@ -382,7 +414,7 @@ class Shard:
                 if extent.spec.name not in self._verified:
                     self._check(extent, found(extent), f"{told} {name!r}")
         for extent in self._header.extents:
-            if extent.is_padding and self._view(extent) != _ZEROS[: extent.spec.nbytes]:
+            if extent.is_padding and self._view(extent) != bytes(extent.spec.nbytes):
                 message = f"the padding {extent.spec.name!r} is not zeros"
                 raise Corruption(message, tier=self.tier, key=self.key)
 

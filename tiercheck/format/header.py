@@ -31,6 +31,7 @@ __all__ = [
     "ALIGNMENT",
     "COMPACT",
     "DTYPES",
+    "FILLING",
     "FORMAT",
     "HEADER_NBYTES_MAX",
     "OBJECT_PREFIX",
@@ -64,6 +65,8 @@ NBYTES_MAX = 10**15
 LENGTH_NBYTES = 8
 OBJECT_PREFIX = "__object__:"
 PADDING_PREFIX = "__padding_"
+FILLING = f"{PADDING_PREFIX}end__"
+"""The last padding of a shard that is as long as the memory in which it was written. It may be of any length."""
 METADATA = "__metadata__"
 
 DTYPES: Mapping[str, int] = MappingProxyType(
@@ -445,6 +448,8 @@ def read_extents(text: str, position: int, checksums: dict[str, str], dtypes: di
         shape = tuple(map(int, match[3].split(","))) if match[3] else ()
         if name in seen:
             raise ValueError(f"its header has the tensor {name[:80]!r} twice")
+        if FILLING in seen:
+            raise ValueError(f"its header has the tensor {name[:80]!r} behind what fills the end")
         if len(seen) == TENSORS_MAX:
             raise ValueError(f"it has over {TENSORS_MAX} tensors")
         seen.add(name)
@@ -473,7 +478,8 @@ def check_extent(extent: Extent, previous_stop: int, stop: int) -> None:
         )
     if extent.is_padding != (extent.checksum is None):
         raise ValueError(f"tensor {name!r} is padding with a checksum, or has none")
-    if extent.is_padding and (extent.spec.dtype != "U8" or extent.spec.nbytes >= ALIGNMENT):
+    fits = extent.spec.dtype == "U8" and (extent.spec.nbytes < ALIGNMENT or name == FILLING)
+    if extent.is_padding and not fits:
         raise ValueError(f"the padding {name!r} is not that of a writer")
     if extent.spec.name.startswith(OBJECT_PREFIX) and (extent.spec.dtype != "U8" or len(extent.spec.shape) != 1):
         raise ValueError(f"the packed object {name!r} is not a row of bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tiercheck.format.header import OBJECT_PREFIX, PADDING_PREFIX, Extent, TensorSpec, round_up
+from tiercheck.format.header import FILLING, OBJECT_PREFIX, PADDING_PREFIX, Extent, TensorSpec, round_up
 from tiercheck.format.recurring import Recurring
 
 __all__ = ["ShardLayout", "object_spec", "tensor_name", "tensor_spec"]
@@ -40,6 +40,11 @@ class ShardLayout:
         self._extents.append(extent)
         self.nbytes = extent.stop
         return extent, gap
+
+    def fill(self, nbytes: int) -> None:
+        """So many bytes of padding at the end."""
+        self._extents.append(Extent(TensorSpec(FILLING, "U8", (nbytes,)), self.nbytes, None))
+        self.nbytes += nbytes
 
     def tensors(self) -> Iterator[Extent]:
         """All but the padding and what recurs, in file order."""

@@ -32,11 +32,12 @@ class Reservation(abc.ABC):
     @property
     @abc.abstractmethod
     def buffer(self) -> memoryview:
-        """The reserved bytes: writable, contiguous, format ``B``, page-aligned. Invalid once published or dropped."""
+        """The reserved bytes, and perhaps some more: writable, contiguous, format ``B``, page-aligned. Invalid once
+        published or dropped."""
 
     @abc.abstractmethod
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        """Make the first ``nbytes`` (default: all) the object's content, atomically.
+        """Make the first ``nbytes`` (default: as many as were asked for) the object's content, atomically.
 
         Atomicity, durability, idempotence, errors: as for :meth:`TierDriver.put`. If the mode's condition
         fails, nothing is published and the reservation is dropped.

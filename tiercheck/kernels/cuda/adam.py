@@ -34,8 +34,8 @@ TILE = 2048
 """Elements of a block of threads, if gradients are sparse. The CUDA source has the same number."""
 
 DENSE = 0xFFFFFFFF
-"""In the place of the number of a gradient's indices, if it has none since it is dense. One that is sparse and empty has
-no address either. The CUDA source has the same number."""
+"""In the place of the number of a gradient's indices, if it is dense. (Without an address it may also be empty.) The CUDA
+source has the same number."""
 
 COUPLED, SMALL = 1, 2
 """Flags of a step. The CUDA source has the same numbers."""

@@ -77,6 +77,11 @@ class DeviceGradients:
         self._late = late
         self._comparisons: Sequence[Comparison] = ()
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the record's memory is, so that it had better be published as it is."""
+        return self._staged.is_pinned
+
     def send(self, gradients: Mapping[str, torch.Tensor], nbytes_most: int) -> None:
         """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent."""
         codec, expected = self._common.codec, self._common.room.dtypes

@@ -252,6 +252,7 @@ class Staged:
         self._ring = ring
         self._hosts = hosts
         self._record = whole(memory)
+        self._pinned = pinned
         self.is_pinned = pinned(self._record)
         self._flights: list[tuple[Flight, torch.Tensor]] = []
         self._borrowed: list[torch.Tensor] = []
@@ -287,6 +288,7 @@ class Staged:
     def moved(self, memory: memoryview) -> None:
         """The record goes on in other memory, and what has landed was copied there."""
         self._record = whole(memory)
+        self.is_pinned = self._pinned(self._record)
 
     def close(self) -> None:
         """Everything has landed, and was taken. Idempotent."""

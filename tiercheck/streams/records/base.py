@@ -28,7 +28,7 @@ import torch
 
 from tiercheck import schema
 from tiercheck.errors import Corruption, UnsupportedSetup
-from tiercheck.format.checksums import BLOCK_NBYTES, BLOCKS, DIGEST_NBYTES, block_digests, checksum_of_blocks
+from tiercheck.format.checksums import BLOCK_NBYTES, BLOCKS, DIGEST_NBYTES, checksum_of_blocks, digests_of
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -126,7 +126,7 @@ class BaseCapture:
     ``host_state`` is the provider's where it is not given. ``expected`` has the checksums that tensors and objects of
     the base are to have, by their names in it: :meth:`finish` compares them with the copy's. ``audited``: they are of
     everything.
-    ``constants``: what the base may refer to; by default it is whole by itself.
+    ``constants``: what the base may refer to; by default it is whole by itself. ``threads``: that compute checksums.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class BaseCapture:
         constants: Constants | None = None,
         audited: bool = False,
         device: Device | None = None,
+        threads: int = 1,
     ) -> None:
         everything, values = tensors_of(provider)
         everything |= {f"residual/{name}": tensor for name, tensor in residuals.items()}
@@ -185,6 +186,10 @@ class BaseCapture:
         """After :meth:`finish`: the masters, and what else by its name in the base, whose content is not the expected
         one."""
         self._writer: ShardWriter | None = None
+        self._device = device
+        self._threads = threads
+        self._fills = False
+        """Whether the shard is to be as long as its memory."""
         self._reading = None if device is None else Reading(device)
         if self.constants is not None:
             self.constants.reading = self._reading
@@ -206,6 +211,7 @@ class BaseCapture:
         """Copy the state into ``memory``. Blocking; call it once. What is on a device may still be on its way when this
         returns. The state may change from its return on, after :meth:`let_change`."""
         reading = self._reading
+        self._fills = self._device is not None and self._device.is_pinned(torch.frombuffer(memory, dtype=torch.uint8))
         for name, place in self._places_in(memory).items():
             if reading is not None and name in self._on_device:
                 reading.copy(place, self._source(name))
@@ -268,7 +274,7 @@ class BaseCapture:
             self._writer.add_object(REFERENCES, references.plain)
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        digests = {name: block_digests(self._hashed.pop(name)) for name in self._blocks}
+        digests = digests_of({name: self._hashed.pop(name) for name in self._blocks}, self._threads)
         self._writer.add_object(BLOCKS, digests)
         checksums = {name: checksum_of_blocks(each) for name, each in digests.items()}
         checksums |= {name: checksum_of(slot) for name, slot in self._hashed.items()}
@@ -280,7 +286,9 @@ class BaseCapture:
             for name, found in {**checksums, **held}.items()
             if found != self._expected.get(name, found)
         )
-        nbytes = self._writer.finish(self._metadata, checksums=checksums)
+        if self._fills:
+            self._writer.fill()
+        nbytes = self._writer.finish(self._metadata, checksums=checksums, threads=self._threads)
         self._hashed.clear()
         self._at_once = {}
         self._writer = None  # the tier reuses the memory only when nobody has a view of it

@@ -304,10 +304,13 @@ class DifferentialCapture(IterationCapture):
         self._writer.add_object(host_name(version), host_state)
         if audited is not None:
             self._writer.add_object(audit_name(version), audited)
+        if self._on_device and self._on_device.is_pinned:
+            self._writer.fill()
         nbytes = self._writer.finish(
             ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
             recurring=() if self._gathered is None else self._gathered.checksums,
+            threads=stream.closing_threads,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         if self._gathered is not None:

@@ -221,11 +221,16 @@ class ShmDriver(FileDriver):
         before = self._mapped.made.copy()
         lacking = await self.run(lambda _: self._mapped.lacking(sizes))
         enough = before + Counter(lacking)
-        for nbytes in lacking:
-            # One at a time: it can be reserved at once, and the process can end before all of them are ready. What
-            # reservations have had to make meanwhile, they will return.
-            if self._mapped.made[nbytes] < enough[nbytes]:
-                await self.run(partial(self._mapped.prepare, nbytes))
+        queue = iter(lacking)
+
+        async def prepare() -> None:
+            # One after the other: each can be reserved at once, and the process can end before all of them are ready.
+            # What reservations have had to make meanwhile, they will return.
+            for nbytes in queue:
+                if self._mapped.made[nbytes] < enough[nbytes]:
+                    await self.run(partial(self._mapped.prepare, nbytes))
+
+        await asyncio.gather(*(prepare() for _ in range(self._mapped.prepared_at_once)))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
 
@@ -290,8 +295,8 @@ class _ShmReservation(Reservation):
             raise Closed("the driver is not open", tier=self._driver.url, key=self.key)
         segment = self._live()
         wanted = segment.nbytes if nbytes is None else nbytes
-        if not 0 <= wanted <= segment.nbytes:
-            raise ValueError(f"{wanted} bytes cannot be published of {segment.nbytes} reserved for {self.key!r}")
+        if not 0 <= wanted <= segment.room:
+            raise ValueError(f"{wanted} bytes cannot be published of {segment.room} reserved for {self.key!r}")
         self._release()
         return segment, wanted
 

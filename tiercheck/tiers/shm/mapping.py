@@ -33,6 +33,9 @@ __all__ = ["MappedSegment", "MappedSegments"]
 Check = Callable[[], None]
 
 KEPT_WINDOWS_MAX = 512
+MARGIN_BYTES_MIN = 64 << 10
+MARGIN_SHARE = 64
+PREPARED_AT_ONCE_MAX = 4
 EXPECTATIONS_MAX = 64
 COPIED_AT_ONCE_BYTES = 8 << 20
 """By each of several threads."""
@@ -60,6 +63,7 @@ class MappedSegments:
         self.made: Counter[int] = Counter()
         """By the bytes of a reservation, how often memory was made for one, when it was asked for or ahead."""
         self._pins = False
+        """Whether memory is made ready, and pinned then."""
         self._selection = Selection(known=self.cache, fixed=self.cache.pinned)
 
     def close(self) -> None:
@@ -68,19 +72,23 @@ class MappedSegments:
         self.cache.clear()
 
     def reserve(self, nbytes: int, check: Check) -> MappedSegment:
-        """Memory of ``nbytes``, backed and mapped. Errors: ``CapacityExceeded``."""
+        """Memory of ``nbytes`` or more, backed and mapped. Errors: ``CapacityExceeded``."""
         self.locality.apply()
-        head = self.directory.take(self._head_bytes(nbytes), nbytes, check, self._selection)
+        if self._for_gpu(nbytes):  # what is pinned is not cut: it may be somewhat longer
+            least, most = nbytes, nbytes + 2 * margin(nbytes)
+        else:
+            least, most = self._head_bytes(nbytes), nbytes
+        head = self.directory.take(least, most, check, self._selection)
         tail: Segment | None = None
         try:
             missing = nbytes - head.nbytes
             if missing >= SPARE_BYTES_MIN:
                 tail = self.directory.take(missing, 2 * missing, check, Selection(fixed=self.cache.pinned))
-            elif missing:
+            elif missing > 0:
                 head = self.directory.extend(head, nbytes, check)
             region: MappedRegion | None = None
             if nbytes:  # nothing cannot be mapped
-                region = self._region(head, nbytes)
+                region = self._region(head, max(nbytes, head.nbytes))
                 if tail is not None:
                     region.show_behind(tail.fd, whole_pages(missing))
             if 2 * head.recycled_bytes < nbytes:
@@ -135,6 +143,7 @@ class MappedSegments:
         wanted = [(nbytes, count) for nbytes, count in sizes if nbytes >= SPARE_BYTES_MIN]
         self.directory.check_room_for_spares(sum(nbytes * count for nbytes, count in wanted))
         if wanted and self.pinning.available():
+            self._pins = True
             self.locality.near_device(self.pinning.pci_bus_id())
         mapped = self._ready
         ready = {nbytes: self.directory.count_spares(self._head_bytes(nbytes), mapped) for nbytes, _ in wanted}
@@ -144,6 +153,14 @@ class MappedSegments:
             ready[nbytes] -= used
             lacking += [nbytes] * (count - used)
         return lacking
+
+    @property
+    def prepared_at_once(self) -> int:
+        """So many threads may :meth:`prepare`. One, beside training on the same processors. Training on a GPU leaves
+        most of them alone, and fills memory faster than one thread makes it ready."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        processors = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdigit() else 1)
+        return max(1, min(PREPARED_AT_ONCE_MAX, processors // 4)) if self._pins else 1
 
     def prepare(self, nbytes: int, check: Check) -> None:
         """Put one more segment into the pool that costs nothing to reserve: backed, mapped, and pinned if there is a
@@ -175,21 +192,26 @@ class MappedSegments:
 
     def _head_bytes(self, nbytes: int) -> int:
         """The head's bytes: all, if the rest is not worth a file, or must be pinned as one piece."""
+        if self._for_gpu(nbytes):
+            return nbytes + margin(nbytes)
         head_bytes = whole_pages(self._expected.get(nbytes, nbytes))
-        return nbytes if self._pins or nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
+        return nbytes if nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
+
+    def _for_gpu(self, nbytes: int) -> bool:
+        """Whether memory for so much is pinned, if it is made ready ahead."""
+        return self._pins and nbytes >= SPARE_BYTES_MIN
 
     def _prepared(self, nbytes: int, check: Check) -> tuple[Segment, MappedRegion]:
         head_bytes = self._head_bytes(nbytes)
         others = replace(self._selection, owned=False, ready=self._ready)
         segment = self.directory.take(head_bytes, head_bytes, check, others, empties_pool=False)
         try:
-            region = self._region(segment, nbytes)
+            region = self._region(segment, max(nbytes, head_bytes))
             region.populate(check)
             if not region.is_pinned:
                 unpin = self.pinning.pin(region.address, region.shown_bytes)
                 if unpin is not None:
                     region.pinned(unpin)
-                    self._pins = True
         except BaseException:
             self.directory.discard(segment.temporary)
             raise
@@ -226,14 +248,22 @@ class MappedSegments:
                 view.release()
 
 
+def margin(nbytes: int) -> int:
+    """By how much memory that is pinned is longer than what was asked for, in whole pages: it is used again for what is
+    somewhat longer, such as a record whose host state has grown."""
+    return whole_pages(max(MARGIN_BYTES_MIN, nbytes // MARGIN_SHARE))
+
+
 class MappedSegment:
-    """Memory for an object of up to ``nbytes``."""
+    """Memory for an object of up to ``nbytes``, or as much longer as the memory is."""
 
     def __init__(
         self, segments: MappedSegments, head: Segment, tail: Segment | None, region: MappedRegion | None, nbytes: int
     ) -> None:
         self.nbytes = nbytes
-        self._view = memoryview(bytearray()) if region is None else region.lend(nbytes)
+        """That were asked for."""
+        self.room = max(nbytes, head.nbytes)
+        self._view = memoryview(bytearray()) if region is None else region.lend(self.room)
         self._segments = segments
         self._directory = segments.directory
         self._head: Segment | None = head

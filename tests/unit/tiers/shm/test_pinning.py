@@ -14,6 +14,7 @@ import pytest
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.namespaces import namespace_path
 from tiercheck.tiers.shm.numa import Locality
 from tiercheck.tiers.shm.pinning import DEINITIALIZED, CudaPinning
 
@@ -61,11 +62,15 @@ async def test_what_is_made_ready_is_pinned_once(cuda: ctypes.CDLL, name: str) -
         ]  # fmt: skip
         assert driver.facts()["pinned"] == "2 of the segments that are mapped"
         for n in range(6):
-            reservation = await driver.reserve("a", 4 * MIB)
+            # What is somewhat longer or shorter than what was made ready uses it, too, and may fill it to its end.
+            reservation = await driver.reserve("a", 4 * MIB + 5000 * (n - 3))
             assert reservation._segment._region.is_pinned  # type: ignore[attr-defined]
-            reservation.buffer[:] = bytes([n]) * (4 * MIB)
-            await reservation.publish(4 * MIB - n)
-            assert bytes(await driver.get("a")) == bytes([n]) * (4 * MIB - n)
+            segment = os.fstat(reservation._segment._head.fd).st_ino  # type: ignore[attr-defined]
+            length = len(reservation.buffer)
+            reservation.buffer[:] = bytes([n]) * length
+            await reservation.publish(length - n)
+            assert bytes(await driver.get("a")) == bytes([n]) * (length - n)
+            assert (namespace_path(name) / "a").stat().st_ino == segment, "nothing was copied"
             await (await driver.reserve("a", 4 * MIB)).drop()
         await driver.prepare_reservations([(4 * MIB, 1)])
         assert [call for call in calls(cuda) if "register" in call] == []
@@ -77,7 +82,7 @@ async def test_whoever_reads_a_pinned_segment_does_not_keep_it_pinned(cuda: ctyp
     await driver.open()
     await driver.prepare_reservations([(4 * MIB, 1)])
     reservation = await driver.reserve("a", 4 * MIB)
-    reservation.buffer[:] = b"x" * (4 * MIB)
+    reservation.buffer[: 4 * MIB] = b"x" * (4 * MIB)
     await reservation.publish()
     held = await driver.get("a")
     calls(cuda)
@@ -97,7 +102,7 @@ async def test_a_pinned_segment_is_never_cut(cuda: ctypes.CDLL, name: str) -> No
         for n in range(6):
             reservation = await driver.reserve("a", 4 * MIB)
             kept.add(os.fstat(reservation._segment._head.fd).st_ino)  # type: ignore[attr-defined]
-            reservation.buffer[:] = bytes([n]) * (4 * MIB)
+            reservation.buffer[: 4 * MIB] = bytes([n]) * (4 * MIB)
             await reservation.publish(3 * MIB)
             assert bytes(await driver.get("a")) == bytes([n]) * (3 * MIB)
             assert (await driver.stat("a")).nbytes == 3 * MIB
@@ -112,7 +117,7 @@ async def test_without_room_for_a_copy_it_is_unpinned_first(cuda: ctypes.CDLL, n
         await driver.prepare_reservations([(4 * MIB, 1)])
         calls(cuda)
         reservation = await driver.reserve("a", 4 * MIB)
-        reservation.buffer[:] = b"x" * (4 * MIB)
+        reservation.buffer[: 4 * MIB] = b"x" * (4 * MIB)
         await reservation.publish(3 * MIB)
         assert bytes(await driver.get("a")) == b"x" * (3 * MIB)
         assert calls(cuda) == ["unregister"]
@@ -172,7 +177,7 @@ async def test_memory_that_cannot_be_pinned_is_used_all_the_same(cuda: ctypes.CD
 async def test_unless_it_must_be(cuda: ctypes.CDLL, name: str) -> None:
     cuda.fake_fail(b"register", 2)
     async with ShmDriver(name, size=64 * MIB, pin="on") as driver:
-        with pytest.raises(ConfigurationError, match=r"pin=on, but 1048576 bytes .* CUDA_ERROR_OUT_OF_MEMORY"):
+        with pytest.raises(ConfigurationError, match=r"pin=on, but 1114112 bytes .* CUDA_ERROR_OUT_OF_MEMORY"):
             await driver.prepare_reservations([(MIB, 2)])
         assert (await driver.usage()).used_bytes == 0
         assert list(Path(driver.segments.root / ".tiercheck/tmp").iterdir()) == []
