@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,8 @@ import torch
 
 import tiercheck
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.kernels import quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.kernels import narrow_scaled_into, quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.kernels.reference import scale_search
 from tiercheck.streams.device.protocol import Event
 
 __all__ = ["Reordering", "Site", "uncovered"]
@@ -144,6 +145,15 @@ class Reordering:
     def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         kernel, code, scale = KERNELS[codec]
         kernel.reference(values.numpy(), codes.numpy().view(code), scales.numpy().view(scale))
+
+    def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        scale = scale_search.find_scale([each.numpy() for each in tensors])
+        found.numpy()[:] = np.array([scale, 0], np.float32).view(np.uint8)
+
+    def narrow(self, values: torch.Tensor, found: torch.Tensor, out: torch.Tensor) -> None:
+        scale, halves = float(found.numpy().view(np.float32)[0]), out.numpy().view(np.uint16)
+        if not narrow_scaled_into.reference(values.numpy(), scale, halves):
+            found.numpy()[4:] = 1
 
     def prepare(self, codec: str) -> None:
         pass

@@ -34,6 +34,7 @@ from tiercheck.kernels.reference import (
     nf4,
     onebit,
     planes,
+    scale_search,
     scaled,
 )
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
@@ -317,6 +318,33 @@ class CudaKernelTests(CudaExponentTests, CudaReplayTests):
                 assert identical(machine.get(out).view(np.uint16), expected.view(np.uint16))
                 assert (machine.get(lost)[0] == 0) == exact
                 assert machine.intact(out) and machine.intact(lost)
+
+    @pytest.mark.parametrize("scale", [1.0, 0.5, 0.7, 1 / 3, 2.0**-23 * 12345677, None])
+    def test_scales_that_are_found(self, machine: Machine, scale: float | None) -> None:
+        """``None``: values that have no scale."""
+        generator = np.random.default_rng(3)
+        for sizes in ((), (0,), (1,), (5, 300), (4097, 0, 31, 129)):
+            tensors = []
+            for size in sizes:
+                halves = generator.integers(0, 2**16, size, dtype=np.uint16)
+                halves[::3] = 0
+                values = gradient(size) if scale is None else scaled.widen_scaled(halves, float(np.float32(scale)))
+                values[~scaled.are_regular(values)] = 0
+                tensors.append(values)
+            expected = scale_search.find_scale(tensors)
+            found = machine.put(np.full(cuda.FOUND_NBYTES, 0xFF, np.uint8))
+            cuda.find_scale([machine.put(each) for each in tensors], found, stream=machine.stream)
+            assert machine.get(found).view(np.float32)[0] == expected
+            assert machine.get(found).view(np.uint32)[1] == 0
+            for values in tensors:
+                numbers = np.zeros(values.size, np.uint16)
+                exact = scaled.narrow_scaled_into(values, expected, numbers)
+                assert exact or scale is None or sum(sizes) < 10, "the scale of many products is the right one"
+                out = machine.put(np.ones(values.size, np.uint16))
+                cuda.narrow_found_into(machine.put(values), found, out, stream=machine.stream)
+                assert identical(machine.get(out), numbers)
+                assert (machine.get(found).view(np.uint32)[1] == 0) == exact
+                found = machine.put(np.array([expected, 0], np.float32).view(np.uint8))
 
     @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
     def test_planes(self, machine: Machine, dtype: type) -> None:

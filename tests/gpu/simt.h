@@ -270,4 +270,5 @@ template <class Word> Word __shfl_xor_sync(unsigned mask, Word value, unsigned d
 
 inline unsigned atomicAdd(unsigned *word, unsigned value) { return std::exchange(*word, *word + value); }
 inline unsigned atomicMax(unsigned *word, unsigned value) { return std::exchange(*word, std::max(*word, value)); }
+inline unsigned atomicMin(unsigned *word, unsigned value) { return std::exchange(*word, std::min(*word, value)); }
 inline unsigned atomicOr(unsigned *word, unsigned value) { return std::exchange(*word, *word | value); }

@@ -360,6 +360,8 @@ narrow_scaled_into = declare(
             "patterns:narrow_scaled_into",
             {"patterns": ("narrow_scaled_bfloat16", "narrow_scaled_float16"), "survivors": ("clear",)},
         ),
+        CudaForm("patterns:find_scale", {"patterns": ("find_scale",)}),
+        CudaForm("patterns:narrow_found_into", {"patterns": ("narrow_found",)}),
     ),
     examples=narrowing_scaled_calls,
 )

@@ -31,7 +31,7 @@ from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.state import RecordCapture, StateStream, WrittenUnseen
+from tiercheck.streams.state import OtherwiseStored, RecordCapture, StateStream, WrittenUnseen
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Recorder"]
@@ -420,6 +420,8 @@ class Recorder:
                     doubt(self._stream, self._stream.doubts.with_unseen(error.names))
                 self._modes.copying.on(CopyingEvent.WRITTEN)
                 log.warning("version %d has no differential, and the next one gets a base: %s", version, error)
+            elif isinstance(error, OtherwiseStored):
+                log.info("version %d has no differential, and the next one gets a base: %s", version, error)
             elif not self._saves.failed(version, error):
                 raise error
         return bool(failed)

@@ -31,6 +31,7 @@ __all__ = [
     "InDoubt",
     "MakeRuns",
     "NotExact",
+    "OtherwiseStored",
     "Rebuilt",
     "Record",
     "RecordCapture",
@@ -71,6 +72,14 @@ class WrittenUnseen(TierCheckError):
         super().__init__(f"something wrote to {told} outside of the optimizer's step, and past torch's counters")
         self.names = tuple(names)
         self.late = late
+
+
+class OtherwiseStored(TierCheckError):
+    """Gradients were stored on a GPU as the bf16 numbers that they were said to be times one scale, and are none."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        told = ", ".join(names[:3])
+        super().__init__(f"the gradients of {told} are not bf16 numbers times one scale: later ones are stored whole")
 
 
 class InDoubt(NotExact):

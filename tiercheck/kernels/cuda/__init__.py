@@ -38,8 +38,11 @@ from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents
 from tiercheck.kernels.cuda.gpu_adam import replay_gpu_adam
 from tiercheck.kernels.cuda.module import borrow, low_priority_stream, torch_stream, warm_up
 from tiercheck.kernels.cuda.patterns import (
+    FOUND_NBYTES,
     find_low_halves,
+    find_scale,
     join_exponents,
+    narrow_found_into,
     narrow_into,
     narrow_scaled_into,
     split_exponents,
@@ -48,6 +51,7 @@ from tiercheck.kernels.cuda.patterns import (
 )
 
 __all__ = [
+    "FOUND_NBYTES",
     "MOST_STEPS",
     "SparseOnDevice",
     "accumulate",
@@ -59,9 +63,11 @@ __all__ = [
     "dequantise_onebit_into",
     "exponents_workspace",
     "find_low_halves",
+    "find_scale",
     "from_half",
     "join_exponents",
     "low_priority_stream",
+    "narrow_found_into",
     "narrow_into",
     "narrow_scaled_into",
     "pack_exponents",

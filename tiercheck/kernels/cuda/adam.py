@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep, Coefficients
 from tiercheck.kernels.cuda import module
-from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, address_of, check, grid_for
 from tiercheck.kernels.reference.adam import VECTOR
 
 __all__ = [
@@ -34,8 +34,8 @@ TILE = 2048
 """Elements of a block of threads, if gradients are sparse. The CUDA source has the same number."""
 
 DENSE = 0xFFFFFFFF
-"""In the place of the number of a gradient's indices, if it is dense. (Without an address it may also be empty.) The CUDA
-source has the same number."""
+"""In the place of the number of indices, if the gradient is dense. (One that is sparse may have none, and no address.)
+The CUDA source has the same number."""
 
 COUPLED, SMALL = 1, 2
 """Flags of a step. The CUDA source has the same numbers."""
@@ -137,10 +137,6 @@ def table_of(dtype: np.dtype[Any], gradients: Gradients) -> NDArray[np.void]:
             gradient = gradient.values
         table["values"][0, index] = address_of(gradient)
     return table
-
-
-def address_of(array: DeviceArray) -> int:
-    return int(array.__cuda_array_interface__["data"][0])
 
 
 def fill(row: np.void, step: AdamStep) -> None:

@@ -26,6 +26,7 @@ from tiercheck.kernels.registry import cuda_sources
 __all__ = [
     "DeviceArray",
     "Stream",
+    "address_of",
     "borrow",
     "check",
     "compile_source",
@@ -198,6 +199,11 @@ def borrow(tensor: Any, stream: Stream) -> DeviceArray:
         raise ConfigurationError(f"a CUDA kernel works on GPU memory, and this {type(tensor).__name__} is not on a GPU")
     with stream:
         return cupy.from_dlpack(tensor)
+
+
+def address_of(array: DeviceArray) -> int:
+    """Where its elements are. An array without any has no address: 0."""
+    return int(array.__cuda_array_interface__["data"][0])
 
 
 def check(name: str, array: DeviceArray, dtype: Any, size: int | None = None, *, least: int = 0) -> None:

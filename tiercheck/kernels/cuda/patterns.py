@@ -6,16 +6,22 @@ into ``stream`` and returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.compaction import clear
-from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, address_of, check, grid_for
+from tiercheck.kernels.reference.scale_search import CANDIDATES, SAMPLED_TENSORS_MAX
 from tiercheck.kernels.reference.scaled import check_scale
 
 __all__ = [
+    "FOUND_NBYTES",
     "find_low_halves",
+    "find_scale",
     "join_exponents",
+    "narrow_found_into",
     "narrow_into",
     "narrow_scaled_into",
     "split_exponents",
@@ -24,6 +30,9 @@ __all__ = [
 ]
 
 THREADS = 256
+FOUND_NBYTES = 8
+"""What :func:`find_scale` writes: the scale (fp32), and zero (uint32)."""
+SAMPLED = np.dtype([("values", np.uint64, SAMPLED_TENSORS_MAX), ("sizes", np.uint64, SAMPLED_TENSORS_MAX)])
 
 
 def find_low_halves(values: DeviceArray, low: DeviceArray, *, stream: Stream) -> None:
@@ -75,6 +84,31 @@ def narrow_scaled_into(
     kernel = f"narrow_scaled_{kind_of(out, values.size)}"
     arguments = (values, np.uint64(values.size), multiplier, np.float32(1) / multiplier, out, lost)
     launch(kernel, values.size, arguments, stream)
+
+
+def find_scale(tensors: Sequence[DeviceArray], found: DeviceArray, *, stream: Stream) -> None:
+    """Write the reference's ``find_scale`` to ``found``, uint8 of :data:`FOUND_NBYTES`, and zero behind it. Errors:
+    ``ValueError`` for an array of the wrong dtype or size, or too many tensors."""
+    if len(tensors) > SAMPLED_TENSORS_MAX:
+        raise ValueError(f"a scale is looked for in {SAMPLED_TENSORS_MAX} tensors at most, not in {len(tensors)}")
+    check("found", found, np.uint8, FOUND_NBYTES)
+    sampled = np.zeros(1, SAMPLED)
+    for index, each in enumerate(tensors):
+        check("values", each, np.float32)
+        if each.size:
+            sampled["values"][0, index] = address_of(each)
+            sampled["sizes"][0, index] = each.size
+    module.launch("patterns", "find_scale", 1, CANDIDATES, (sampled, found), stream)
+
+
+def narrow_found_into(values: DeviceArray, found: DeviceArray, out: DeviceArray, *, stream: Stream) -> None:
+    """The reference's ``narrow_scaled_into`` to bf16, by the scale that :func:`find_scale` has found. If not every
+    value is given back, the number behind the scale is not zero any more. Errors: ``ValueError`` for an array of the
+    wrong dtype or size."""
+    check("values", values, np.float32)
+    check("found", found, np.uint8, FOUND_NBYTES)
+    check("out", out, np.uint16, values.size)
+    launch("narrow_found", values.size, (values, np.uint64(values.size), found, out), stream)
 
 
 def widen_scaled_into(halves: DeviceArray, scale: float, out: DeviceArray, *, stream: Stream) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from tiercheck.errors import CapacityExceeded, UnsupportedSetup
-from tiercheck.kernels import Kernel, quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.kernels import (
+    Kernel,
+    narrow_scaled_into,
+    quantise_into,
+    quantise_nf4_into,
+    quantise_onebit_into,
+)
 from tiercheck.streams.device.protocol import Device, Event, Stream
 from tiercheck.types import bytes_text
 
@@ -25,6 +32,8 @@ QUANTISE: Mapping[str, tuple[Kernel[..., Any], Any, Any]] = {
     "onebit": (quantise_onebit_into, np.uint8, np.uint16),
 }
 """By codec, the kernel that encodes, and the dtypes of codes and scales."""
+
+_, FIND_SCALE, NARROW_FOUND = narrow_scaled_into.cuda
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
@@ -141,18 +150,33 @@ class Cuda:
 
     def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         kernel, code, scale = QUANTISE[codec]
-        cuda = _cuda_module()
-        with cuda.torch_stream(torch.cuda.current_stream(self._device).cuda_stream, self._device.index) as stream:
-            held = [cuda.borrow(each, stream) for each in (values, codes, scales)]
+        with self._stream() as stream:
+            held = [_cuda_module().borrow(each, stream) for each in (values, codes, scales)]
             kernel.by("cuda")(held[0], held[1].view(code), held[2].view(scale), stream=stream)
 
+    def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        with self._stream() as stream:
+            held = [_cuda_module().borrow(each, stream) for each in (*tensors, found)]
+            FIND_SCALE.load()(held[:-1], held[-1], stream=stream)
+
+    def narrow(self, values: torch.Tensor, found: torch.Tensor, out: torch.Tensor) -> None:
+        with self._stream() as stream:
+            held = [_cuda_module().borrow(each, stream) for each in (values, found, out)]
+            NARROW_FOUND.load()(held[0], held[1], held[2].view(np.uint16), stream=stream)
+
     def prepare(self, codec: str) -> None:
-        kernel, *_ = QUANTISE[codec]
+        kernel: Kernel[..., Any] = QUANTISE[codec][0] if codec in QUANTISE else narrow_scaled_into
+        forms = kernel.cuda[:1] if codec in QUANTISE else (FIND_SCALE, NARROW_FOUND)
         kernel.by("cuda")  # which says what to install
         with torch.cuda.device(self._device):
-            for source, entries in kernel.cuda[0].entries.items():
+            for source, entries in [each for form in forms for each in form.entries.items()]:
                 for entry in entries:
                     _cuda_module().kernel_of(source, entry, self._device.index)
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """The current one."""
+        pointer = torch.cuda.current_stream(self._device).cuda_stream
+        return cast(AbstractContextManager[Any], _cuda_module().torch_stream(pointer, self._device.index))
 
 
 def _cuda_module() -> Any:

@@ -7,12 +7,15 @@ call here but :meth:`Event.wait` makes the host wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-__all__ = ["Device", "Event", "Stream"]
+__all__ = ["FOUND_NBYTES", "Device", "Event", "Stream"]
+
+FOUND_NBYTES = 8
+"""A scale (fp32), and whether it failed (uint32)."""
 
 
 class Event(Protocol):
@@ -87,6 +90,19 @@ class Device(Protocol):
         """
         ...
 
+    def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """Write the scale of these gradients (fp32, 1-D, contiguous, :data:`SAMPLED_TENSORS_MAX` at most) and a zero to
+        ``found``, :data:`FOUND_NBYTES` of uint8; call it inside of :meth:`Stream.run`. All are on the device. The scale
+        is that of :mod:`tiercheck.kernels.reference.scale_search`."""
+        ...
+
+    def narrow(self, values: torch.Tensor, found: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the bf16 numbers that the scale multiplied, and set the zero behind the scale to another number if not
+        every value (fp32, 1-D, contiguous) is given back by them. ``out``: uint8, two for each. As
+        :meth:`find_scale`."""
+        ...
+
     def prepare(self, codec: str) -> None:
-        """Compile what :meth:`quantise` calls. Errors: ``ConfigurationError`` saying what to install."""
+        """Compile what :meth:`quantise` calls; for the codec ``exact``, what :meth:`find_scale` and :meth:`narrow` do.
+        Errors: ``ConfigurationError`` saying what to install."""
         ...

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from tiercheck import kernels
-from tiercheck.errors import CapacityExceeded
+from tiercheck.errors import CapacityExceeded, ConfigurationError
 from tiercheck.format.container import ShardWriter
 from tiercheck.format.header import round_up
+from tiercheck.kernels.reference.scale_search import SAMPLED_TENSORS_MAX
 from tiercheck.streams.codecs import DTYPES, Codec, Encoding, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
-from tiercheck.streams.device.protocol import Device
+from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.device.protocol import FOUND_NBYTES, Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.staged import HostMemory, Landing, Ring, Staged, is_direct, parts_of
 from tiercheck.streams.records.record_names import gradient_name
-from tiercheck.streams.state import WrittenUnseen
+from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
 
@@ -33,21 +36,30 @@ __all__ = ["DeviceGradients", "OnDevice"]
 
 log = logging.getLogger(__name__)
 
-BUFFER = "buffer "
-"""Before the name of a buffer, among what lands on the host as it is."""
+BUFFER, SCALES = "buffer ", "scales "
+"""Before the name of a buffer, and the number of a call, among what lands on the host as it is."""
+ONE = 0x3F800000
+"""The pattern of the fp32 number 1."""
 
 
 class OnDevice:
     """What all records of a rank have in common."""
 
-    def __init__(self, device: Device, codec: Codec, room: GradientRoom, nbytes_max: int) -> None:
-        """``nbytes_max``: of the staging. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels
-        cannot be compiled."""
+    def __init__(
+        self, device: Device, codec: Codec, room: GradientRoom, nbytes_max: int, narrowed: Collection[str] = ()
+    ) -> None:
+        """``nbytes_max``: of the staging. ``narrowed``: the masters whose fp32 gradients are said to be bf16 numbers
+        times one scale. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be
+        compiled."""
         self.device = device
         self.codec = codec
         self.room = room
+        self.narrowed = frozenset(narrowed) if type(codec) is Exact else frozenset()
+        """Those of which that has held so far."""
         if isinstance(codec, BlockCodec):
             device.prepare(codec.name)
+        elif self.narrowed:
+            self._prepare_to_narrow()
         self.ring = Ring(device, nbytes_max, room.nbytes_most)
         self.hosts = HostMemory(device)
         log.info(
@@ -56,6 +68,13 @@ class OnDevice:
             bytes_text(self.ring.nbytes),
             bytes_text(self.ring.chunk_nbytes),
         )
+
+    def _prepare_to_narrow(self) -> None:
+        try:
+            self.device.prepare(self.codec.name)
+        except ConfigurationError as error:
+            log.warning("gradients on %s are narrowed on the host, which takes longer: %s", self.device.name, error)
+            self.narrowed = frozenset()
 
 
 class DeviceGradients:
@@ -74,6 +93,8 @@ class DeviceGradients:
         self._staged = Staged(common.ring, common.hosts, memory, pinned=common.device.is_pinned)
         self._direct: dict[str, tuple[Encoding, list[tuple[Part, int]]]] = {}
         """By master, what is said of it but for scalars, and where its parts begin in the memory."""
+        self._narrowed: dict[str, str] = {}
+        """By master, the name under which what was found of its scale lands on the host."""
         self._late = late
         self._comparisons: Sequence[Comparison] = ()
 
@@ -84,23 +105,36 @@ class DeviceGradients:
 
     def send(self, gradients: Mapping[str, torch.Tensor], nbytes_most: int) -> None:
         """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent."""
-        codec, expected = self._common.codec, self._common.room.dtypes
+        codec, expected, known = self._common.codec, self._common.room.dtypes, self._common.narrowed
+        narrowed = {name for name, each in gradients.items() if name in known and each.dtype is torch.float32}
         direct = {
             name: each
             for name, each in gradients.items()
-            if self._staged.is_pinned and self._is_direct(codec, each, expected[name])
+            if self._staged.is_pinned
+            and self._common.device.holds(each)
+            and (name in narrowed or is_direct(codec, NAMES[each.dtype], expected[name]))
         }
-        planned = {name: parts_of(codec, each) for name, each in direct.items()}
+        planned = {name: parts_of(codec, each, narrowed=name in narrowed) for name, each in direct.items()}
         needed = sum(round_up(part.nbytes) for parts in planned.values() for part in parts)
         assert self._writer is not None
         if self._writer.nbytes + needed > nbytes_most:
             raise CapacityExceeded(
                 f"the gradients take {needed} bytes more, and would end behind byte {nbytes_most} of the record"
             )
-        landings = [self._landing(self._writer, name, each, planned[name]) for name, each in direct.items()]
-        if landings:
-            self._staged.send(landings)
+        found = self._common.device.memory(FOUND_NBYTES) if narrowed.intersection(direct) else None
+        landings = [
+            self._landing(self._writer, name, each, planned[name], found if name in narrowed else None)
+            for name, each in direct.items()
+        ]
         host = {name: each for name, each in gradients.items() if name not in direct}
+        if found is not None:
+            scales = f"{SCALES}{len(self.sent)}"
+            of = {name: each for name, each in direct.items() if name in narrowed}
+            self._narrowed.update(dict.fromkeys(of, scales))
+            self._staged.send(landings, partial(find_scale, self._common.device, list(of.values()), found))
+            host[scales] = found
+        elif landings:
+            self._staged.send(landings)
         if host:
             self._staged.send_to_host(host)
         self.sent = self.sent.union(gradients)
@@ -121,12 +155,16 @@ class DeviceGradients:
         self._staged.moved(memory)
 
     def check(self) -> None:
-        """Errors: ``WrittenUnseen``."""
+        """Errors: ``WrittenUnseen``; ``OtherwiseStored``."""
         compared = ((True, self._late), (False, self._comparisons))
         self._late = self._comparisons = ()
         for late, comparisons in compared:
             if names := {name: None for each in comparisons for name in each.differing()}:
                 raise WrittenUnseen(tuple(names), late=late)
+        if lost := [name for name, scales in self._narrowed.items() if found_in(self._staged.host[scales])[1]]:
+            self._common.narrowed = self._common.narrowed.difference(lost)
+            self._common.room.note(dict.fromkeys(lost, "F32"))
+            raise OtherwiseStored(lost)
 
     def take_encodings(self, stored: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Of those that landed in the record. ``stored``: gets the dtypes in which the next ones of them had better be
@@ -138,6 +176,10 @@ class DeviceGradients:
                 codes, scales = (self._array(part, start) for part, start in places)
                 nonfinite = self._common.codec.nonfinite(codes, scales, math.prod(encoding.shape))
                 encoding = replace(encoding, scalars={"nonfinite": nonfinite})
+            elif name in self._narrowed:
+                scale, _ = found_in(self._staged.host[self._narrowed[name]])
+                if scale != ONE:
+                    encoding = replace(encoding, scalars={SCALE: scale})
             else:
                 stored[name] = narrowest(self._array(*places[0]), encoding.dtype)
             found[name] = encoding.to_object()
@@ -146,7 +188,7 @@ class DeviceGradients:
     def on_host(self, buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gradients and buffers that landed as they are."""
         host = self._staged.host
-        gradients = {name: each for name, each in host.items() if not name.startswith(BUFFER)}
+        gradients = {name: each for name, each in host.items() if not name.startswith((BUFFER, SCALES))}
         return gradients, {name: host.get(BUFFER + name, each) for name, each in buffers.items()}
 
     def close(self) -> None:
@@ -155,10 +197,14 @@ class DeviceGradients:
         self._memory = memoryview(b"")
         self._writer = None
 
-    def _is_direct(self, codec: Codec, gradient: torch.Tensor, expected: str) -> bool:
-        return self._common.device.holds(gradient) and is_direct(codec, NAMES[gradient.dtype], expected)
-
-    def _landing(self, writer: ShardWriter, name: str, gradient: torch.Tensor, parts: Sequence[Part]) -> Landing:
+    def _landing(
+        self,
+        writer: ShardWriter,
+        name: str,
+        gradient: torch.Tensor,
+        parts: Sequence[Part],
+        found: torch.Tensor | None,
+    ) -> Landing:
         codec = self._common.codec
         starts: list[int] = []
         for part in parts:
@@ -167,10 +213,22 @@ class DeviceGradients:
         suffixes, shape = tuple(part.suffix for part in parts), tuple(gradient.shape)
         encoding = Encoding(codec.text, NAMES[gradient.dtype], shape, suffixes)
         self._direct[name] = encoding, list(zip(parts, starts, strict=True))
-        return Landing(gradient, tuple(starts), codec if isinstance(codec, BlockCodec) else None)
+        return Landing(gradient, tuple(starts), codec if isinstance(codec, BlockCodec) else None, found)
 
     def _array(self, part: Part, start: int) -> Any:
         return np.frombuffer(self._memory[start : start + part.nbytes], DTYPES[part.dtype])
+
+
+def find_scale(device: Device, gradients: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+    """On the device, in the largest of them."""
+    largest = sorted(gradients, key=torch.Tensor.numel)[-SAMPLED_TENSORS_MAX:]
+    device.find_scale([each.detach().reshape(-1) for each in largest], found)
+
+
+def found_in(memory: torch.Tensor) -> tuple[int, int]:
+    """The pattern of the scale, and whether it failed."""
+    scale, lost = memory.numpy().view(np.uint32).tolist()
+    return scale, lost
 
 
 def narrowest(array: Any, dtype: str) -> str:

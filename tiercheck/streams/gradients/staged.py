@@ -7,11 +7,15 @@ and may be filled again when that has ended. If the ring holds all of a record, 
 A gradient goes to one of two places:
 
 - **into the record itself**, in pinned memory of the first tier, if what is stored of it has a length that is known
-  beforehand: as it is (``exact``), or as the codes of a block codec (``int8``, ``nf4``, ``onebit`` without feedback),
-  which a kernel makes on the device;
+  beforehand: as it is (``exact``); as the bf16 numbers that mixed precision has computed before it widened and scaled
+  them; or as the codes of a block codec (``int8``, ``nf4``, ``onebit`` without feedback). Kernels make them on the
+  device;
 - **into pinned host memory** as it is, from where it is encoded when the record is closed, beside training: for every
-  other codec; for fp32 gradients that ``exact`` is expected to store as bf16 or fp16; and if the tier's memory is not
-  pinned.
+  other codec; for fp32 gradients that ``exact`` is expected to store as fp16; and if the tier's memory is not pinned.
+
+That fp32 gradients are bf16 numbers times one scale is believed of those of which the provider says so
+(:meth:`~tiercheck.streams.tensors.provider.StateProvider.gradient_dtypes`), and checked: if a single value is not given
+back, the record is none. From then on these gradients are copied as they are.
 """
 
 from __future__ import annotations
@@ -49,10 +53,14 @@ class Landing:
     tensor: torch.Tensor
     parts: tuple[int, ...]
     codec: BlockCodec | None = None
-    """``None``: it is copied as it is."""
+    """``None``: it is copied as it is, or narrowed."""
+    found: torch.Tensor | None = None
+    """What :meth:`Device.find_scale` has written, if it is narrowed to bf16."""
 
     def nbytes(self, elements: int) -> tuple[int, ...]:
         """Of each part, for so many elements from a block's beginning on."""
+        if self.found is not None:
+            return (elements * torch.bfloat16.itemsize,)
         if self.codec is None:
             return (elements * self.tensor.element_size(),)
         return tuple(part.nbytes for part in self.codec.parts(elements))
@@ -124,12 +132,17 @@ class Ring:
     def nbytes(self) -> int:
         return self._count * self.chunk_nbytes
 
-    def send(self, landings: Sequence[Landing], target: torch.Tensor) -> Flight:
-        """Put the tensors on their way to ``target``, which the caller keeps until they have landed. They may be
+    def send(
+        self, landings: Sequence[Landing], target: torch.Tensor, first: Callable[[], None] | None = None
+    ) -> Flight:
+        """Put the tensors on their way to ``target``, which the caller keeps until they have landed. ``first``: what
+        the device does before. They may be
         written to by what the calling thread puts into its current stream from now on, and freed by whoever may free
         them when the optimizer, which steps in that stream, has read them."""
         current = self._device.current()
         self._encoding.wait(current.record())
+        if first is not None:
+            self._encoding.run(first)
         gaps: list[tuple[int, int]] = []
         for chunk in chunks_of(landings, self.chunk_nbytes):
             place, self._next = self._next, (self._next + 1) % self._count
@@ -218,7 +231,9 @@ def fill(pieces: Sequence[Piece], memory: torch.Tensor, device: Device) -> None:
             memory[at : at + nbytes]
             for at, nbytes in zip(piece.places, landing.nbytes(piece.stop - piece.start), strict=True)
         ]
-        if landing.codec is None:
+        if landing.found is not None:
+            device.narrow(values, landing.found, places[0])
+        elif landing.codec is None:
             targets.append(places[0].view(values.dtype))
             sources.append(values)
         else:
@@ -259,9 +274,9 @@ class Staged:
         self.host: dict[str, torch.Tensor] = {}
         """What lands in host memory as it is, by name."""
 
-    def send(self, landings: Sequence[Landing]) -> None:
+    def send(self, landings: Sequence[Landing], first: Callable[[], None] | None = None) -> None:
         """Into the record."""
-        self._flights.append((self._ring.send(landings, self._record), self._record))
+        self._flights.append((self._ring.send(landings, self._record, first), self._record))
 
     def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Into pinned host memory. Errors: ``CapacityExceeded``."""
@@ -323,8 +338,10 @@ def whole(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def parts_of(codec: Codec, tensor: torch.Tensor) -> tuple[Part, ...]:
-    """What is stored of a gradient that :func:`is_direct`."""
+def parts_of(codec: Codec, tensor: torch.Tensor, *, narrowed: bool) -> tuple[Part, ...]:
+    """What is stored of a gradient that :func:`is_direct`, or ``narrowed``."""
+    if narrowed:
+        return (Part("", "BF16", tuple(tensor.shape)),)
     if isinstance(codec, BlockCodec):
         return codec.parts(tensor.numel())
     return (Part("", NAMES[tensor.dtype], tuple(tensor.shape)),)

@@ -322,7 +322,7 @@ class DifferentialCapture(IterationCapture):
     def _landed(self, on_device: DeviceGradients, buffers: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Wait for what is on its way. What has come as it is is encoded now. Returns the buffers, on the host. If
         memory does not suffice, this may be called again after :meth:`move`. Errors: ``WrittenUnseen``;
-        ``CapacityExceeded``."""
+        ``OtherwiseStored``; ``CapacityExceeded``."""
         on_device.land()
         on_device.check()
         self._encodings.update(on_device.take_encodings(self._stored))
@@ -383,7 +383,8 @@ class DifferentialStream(IterationStream):
         self.on_device: OnDevice | None = None
         """What takes gradients on a device, if records are closed beside training."""
         if self.device is not None and self.defers:
-            self.on_device = OnDevice(self.device, self.encoder.codec, self.room, gpu_staging_bytes)
+            narrowed = [name for name, each in expected.items() if each == "BF16" and self.masters[name].dtype == "F32"]
+            self.on_device = OnDevice(self.device, self.encoder.codec, self.room, gpu_staging_bytes, narrowed)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
         return ShardKey.differential(generation, version, version, rank)

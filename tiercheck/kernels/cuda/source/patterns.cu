@@ -129,3 +129,79 @@ extern "C" __global__ void widen_scaled_bfloat16(const u16 *patterns, u64 size, 
 extern "C" __global__ void widen_scaled_float16(const u16 *patterns, u64 size, float scale, float *out) {
     widen_scaled<Half>(patterns, size, scale, out);
 }
+
+// What find_scale writes, and narrow_found reads.
+struct Found {
+    float scale;
+    u32 lost;                                   // set if a value is not given back
+};
+
+constexpr u32 SAMPLED_TENSORS_MAX = 4;          // these numbers are those of reference/scale_search.py
+constexpr u32 SAMPLES = 128;
+constexpr u32 CANDIDATES = 2 * 128 * 3;
+constexpr u32 LEAST = 1u << 23, END = 1u << 24;
+
+struct Sampled {
+    const u32 *values[SAMPLED_TENSORS_MAX];
+    u64 sizes[SAMPLED_TENSORS_MAX];
+};
+
+namespace {
+
+struct Search {
+    u32 products[SAMPLED_TENSORS_MAX * SAMPLES];
+    u32 first, least;                           // the first product's place, and the least scale in common
+};
+
+// Whether some bf16 number times the scale, rounded to 24 bits, is the product, but for a power of two.
+__device__ __forceinline__ bool may_scale(u32 scale, u32 product) {
+    bool fits = false;
+    for (u32 shift = 7; shift <= 8; shift++) {
+        const u64 target = u64(product) << shift;
+        const u64 m = (2 * target + scale) / (2 * u64(scale));
+        const u64 given = m * scale, apart = given > target ? given - target : target - given;
+        fits |= m >= 128 && m <= 255 && apart <= 1u << (shift - 1);
+    }
+    return fits;
+}
+
+}  // namespace
+
+// One block. A thread has one candidate.
+extern "C" __global__ void find_scale(const __grid_constant__ Sampled sampled, Found *found) {
+    SHARED(Search, search);
+    if (threadIdx.x == 0) search.first = search.least = 0xFFFFFFFFu;
+    __syncthreads();
+    for (u32 place = threadIdx.x; place < SAMPLED_TENSORS_MAX * SAMPLES; place += blockDim.x) {
+        const u32 tensor = place / SAMPLES;
+        const u64 size = sampled.sizes[tensor];
+        const u64 at = place % SAMPLES * (size / SAMPLES ? size / SAMPLES : 1);
+        const u32 pattern = at < size ? sampled.values[tensor][at] & MAGNITUDE : 0;
+        const bool normal = pattern - 0x00800000u < 0x7F000000u;
+        search.products[place] = normal ? (pattern & (LEAST - 1)) | LEAST : 0;
+        if (normal) atomicMin(&search.first, place);
+    }
+    __syncthreads();
+    if (search.first != 0xFFFFFFFFu && threadIdx.x < CANDIDATES) {
+        const u32 shift = 7 + threadIdx.x / (CANDIDATES / 2), m = 128 + threadIdx.x % 128;
+        const u32 more = threadIdx.x / 128 % 3;
+        const u64 target = (u64(search.products[search.first]) << shift) - (1u << (shift - 1));
+        const u64 scale = (target + m - 1) / m + more;
+        bool fits = scale >= LEAST && scale < END;
+        for (u32 place = search.first; fits && place < SAMPLED_TENSORS_MAX * SAMPLES; place++)
+            if (search.products[place]) fits = may_scale(u32(scale), search.products[place]);
+        if (fits) atomicMin(&search.least, u32(scale));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const bool is_one = search.least == 0xFFFFFFFFu || search.least == LEAST;
+        found->scale = is_one ? 1.0f : multiply(float(search.least), 5.9604644775390625e-8f);    // 2**-24
+        found->lost = 0;
+    }
+}
+
+// As narrow_scaled_bfloat16, by what find_scale has found.
+extern "C" __global__ void narrow_found(const float *values, u64 size, Found *found, u16 *out) {
+    const float scale = found->scale;
+    narrow_scaled<Bfloat16>(values, size, scale, divide(1.0f, scale), out, &found->lost);
+}
