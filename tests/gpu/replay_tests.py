@@ -119,7 +119,8 @@ class CudaReplayTests:
         for actual, expected in zip(there, state, strict=True):
             if rounding.scheme is Scheme.FAST and machine.stream is not None:
                 finite = np.isfinite(expected) & (np.abs(expected) > 1e-30)
-                np.testing.assert_allclose(machine.get(actual)[finite], expected[finite], rtol=2e-5, atol=2e-9)
+                # Where a step cancels the parameter, what is left of both is off by what the step is off by.
+                np.testing.assert_allclose(machine.get(actual)[finite], expected[finite], rtol=2e-5, atol=5e-7)
             else:
                 assert same(machine.get(actual), expected), rounding.name
             assert machine.intact(actual)
