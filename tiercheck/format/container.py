@@ -276,7 +276,7 @@ class ShardWriter:
                 digests.take(extent, block, self._view(extent))
 
         parts = parts_of(extents)
-        if threads == 1 or len(parts) == 1:
+        if threads == 1 or len(parts) < 2:
             deque(map(take, parts), maxlen=0)
         else:
             with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:

@@ -21,6 +21,7 @@ from tiercheck.format.container import (
     ShardWriter,
     TensorEntry,
     TensorSpec,
+    checksum_of,
     header_length,
     header_room,
     parse,
@@ -28,7 +29,9 @@ from tiercheck.format.container import (
     payload,
     shard_nbytes,
 )
+from tiercheck.format.header import encode_header
 from tiercheck.format.host_state import Unstorable, pack
+from tiercheck.format.layout import ShardLayout
 from tiercheck.format.recurring import Recurring
 from tiercheck.keys import Stream
 
@@ -284,6 +287,60 @@ def test_a_finish_that_failed_can_be_repeated_with_other_bytes():
     parse(memory[: writer.finish(METADATA)]).verify()
 
 
+@pytest.mark.parametrize("left", [0, 1, 64, 8191])
+def test_a_shard_that_is_to_fill_its_memory_does(left):
+    entries = [entry("long", np.arange(20_000, dtype="<f4"), "F32"), *sample_entries()]
+    plain = write(entries, OBJECTS)
+    memory = memoryview(bytearray(b"\xff") * (len(plain) + left))
+    writer = ShardWriter(memory, header_length(plain))
+    for item in entries:
+        writer.slot(item.name, item.dtype, item.shape)[:] = item.data
+    for name, value in OBJECTS.items():
+        writer.add_object(name, value)
+    writer.fill()
+    assert writer.finish(METADATA) == len(memory)
+    shard = parse(memory)
+    shard.verify()
+    assert content(shard) == content(parse(plain))
+    assert {"long", "weight"} < {name for name, _ in safetensors.deserialize(bytes(memory))}
+    if left:
+        memory[-1] ^= 1
+        with pytest.raises(Corruption, match="not zeros"):
+            parse(memory).verify()
+    merged = b"".join(payload(METADATA, shard.entries(), shard.raw_objects()))
+    assert len(merged) <= len(plain), "what fills a shard is nobody's"
+
+
+def test_memory_that_is_much_longer_is_not_filled():
+    memory = memoryview(bytearray(1 << 20))
+    writer = ShardWriter(memory, 1024)
+    writer.slot("x", "U8", (5,))[:] = b"hello"
+    writer.fill()
+    assert writer.finish(METADATA) == 1024 + 5
+
+
+def test_nothing_comes_behind_what_fills_a_shard():
+    layout = ShardLayout()
+    layout.fill(100)
+    layout.append(TensorSpec("x", "U8", (5,)))
+    header = encode_header(METADATA, layout.with_checksums({"x": "0" * 16}))
+    with pytest.raises(Corruption, match="behind what fills"):
+        parse(header + bytes(105))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("known", [set(), {"long"}, {"long", "short", "none"}])
+def test_threads_find_the_same_checksums(threads, known):
+    entries = [entry("long", np.arange(3_000_000, dtype="<f4"), "F32"), entry("short", np.arange(3), "I64")]
+    entries.append(TensorEntry("none", "F32", (0,), b""))
+    memory = memoryview(bytearray(13 << 20))
+    writer = ShardWriter(memory, 1024)
+    for item in entries:
+        writer.slot(item.name, item.dtype, item.shape)[:] = item.data
+    checksums = {item.name: checksum_of(item.data) for item in entries if item.name in known}
+    parse(memory[: writer.finish(METADATA, checksums=checksums, threads=threads)]).verify()
+
+
 def test_a_finished_shard_takes_nothing_more():
     memory = memoryview(bytearray(4096))
     writer = ShardWriter(memory, 1024)
@@ -293,6 +350,7 @@ def test_a_finished_shard_takes_nothing_more():
         lambda: writer.recurring(Recurring([TensorSpec("0/y", "U8", (1,))], 1), "1"),
         lambda: writer.add_object("o", 1),
         lambda: writer.move(memoryview(bytearray(4096))),
+        writer.fill,
         lambda: writer.finish(METADATA),
     ):
         with pytest.raises(ValueError, match="finished"):

@@ -19,6 +19,7 @@ from tiercheck.streams.codecs import codec as codec_of
 from tiercheck.streams.codecs import decode
 from tiercheck.streams.gradients import staged
 from tiercheck.streams.gradients.encoder import scratch
+from tiercheck.streams.records import iteration
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
 from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
@@ -31,6 +32,7 @@ CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", "int8+fee
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
+    monkeypatch.setattr(iteration, "processors_of_rank", lambda: 64)
 
 
 class Values(DeviceState):

@@ -35,6 +35,7 @@ NEWEST_BASE = 9
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
     monkeypatch.setattr(reading, "CHUNK_NBYTES", 1024)
+    monkeypatch.setattr(iteration, "processors_of_rank", lambda: 64)
     name = f"reordered-{uuid.uuid4().hex[:8]}"
     made: list[Loop] = []
     monkeypatch.setattr(Loop, "made", made)
@@ -49,10 +50,17 @@ class Loop:
 
     made: ClassVar[list[Loop]] = []
 
-    def __init__(self, device: Reordering, name: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    def __init__(
+        self,
+        device: Reordering,
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: type[DeviceState] = DeviceState,
+        **config: Any,
+    ) -> None:
         monkeypatch.setattr(iteration, "device_of", lambda tensors: device)
         self.device = device
-        self.state = DeviceState(device, shapes=SHAPES)
+        self.state = kind(device, shapes=SHAPES)
         settings = CheckpointConfig(bases="capture", **{"base_every": 3, "deadline_s": 60.0, **config})
         self.name = name
         self.training = device.side("training")
@@ -141,6 +149,33 @@ def test_a_write_that_torch_does_not_count_costs_the_record_and_brings_a_base(
     assert 4 not in differentials, "nobody may believe that it leads from version 3 to 4"
     assert max(bases) > 4
     assert "past torch's counters" in caplog.text
+    loop.checkpointer.close()
+
+
+class SaidToBeBfloat16(DeviceState):
+    """Gradients that are called bf16 numbers times one scale, and are not."""
+
+    def gradient_dtypes(self) -> dict[str, torch.dtype]:
+        return dict.fromkeys(SHAPES, torch.bfloat16)
+
+    def true_gradients(self, version: int) -> dict[str, torch.Tensor]:
+        found = super().true_gradients(version)
+        return {name: (each.double().abs() + 0.1).sqrt().float() for name, each in found.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_are_not_what_the_framework_says_cost_a_base(
+    seed: int, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    loop = Loop(Reordering(seed), job, monkeypatch, SaidToBeBfloat16, base_every=50)
+    for _ in range(VERSIONS):
+        loop.iterate()
+    bases, differentials = loop.check()
+    assert "not bf16 numbers times one scale" in caplog.text
+    assert 1 not in differentials and 1 < max(bases) < 6
+    assert set(range(max(bases) + 1, VERSIONS + 1)) <= differentials, "later ones are stored whole"
+    assert loop.checkpointer.stats.failed_saves == 0
     loop.checkpointer.close()
 
 

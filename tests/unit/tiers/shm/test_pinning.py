@@ -77,6 +77,17 @@ async def test_what_is_made_ready_is_pinned_once(cuda: ctypes.CDLL, name: str) -
     assert calls(cuda) == ["unregister", "unregister", "release"]
 
 
+async def test_several_threads_make_it_ready_if_there_are_processors(
+    cuda: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercheck.tiers.shm.mapping.os.sched_getaffinity", lambda _: set(range(64)))
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        await driver.prepare_reservations([(4 * MIB, 5), (MIB, 3)])
+        assert calls(cuda).count("register") == 8
+        assert driver.facts()["pinned"] == "8 of the segments that are mapped"
+    calls(cuda)
+
+
 async def test_whoever_reads_a_pinned_segment_does_not_keep_it_pinned(cuda: ctypes.CDLL, name: str) -> None:
     driver = ShmDriver(name, size=64 * MIB)
     await driver.open()
