@@ -199,6 +199,7 @@ def parts(
     deadline_s: float = 30,
     memory: str = "{rank}",
     request: Request | None = None,
+    keep_last: int = CONFIG.keep_last,
     **options: Any,
 ) -> list[tuple[Any, dict[int, Any]]] | list[Exception]:
     """As :meth:`Job.run`; of each version what the rank has of the weight."""
@@ -209,7 +210,7 @@ def parts(
         durable = f"nvme://{job.directory}/durable?survives=rack"
         wrap = None if trouble is None else lambda driver: Failing(driver, partial(trouble, group.rank))
         tiers = Hierarchy.of(f"memory://{job.name}-{memory}", Tier(durable, wrap=wrap))
-        config = replace(CONFIG, deadline_s=deadline_s)
+        config = replace(CONFIG, deadline_s=deadline_s, keep_last=keep_last)
         checkpointer = Checkpointer(provider, tiers, group=group, config=config, request=request)
         with life(checkpointer, flush=flush, closed=closed):
             held = provider.train_to(checkpointer, last)
@@ -241,18 +242,18 @@ def test_pieces_come_from_whoever_has_them(job: Job) -> None:
 
 def test_a_job_goes_back_to_a_version_that_other_ranks_saved(job: Job) -> None:
     """And what it leaves behind can be returned to, on the ranks that saved it and on others."""
-    saved = parts(job, 3, FAILED_AT)
+    saved = parts(job, 3, FAILED_AT, keep_last=10)
     job.lose_memory()
-    later = parts(job, 2, 11)
+    later = parts(job, 2, 11, keep_last=10)
     job.lose_memory()
     for ranks in (2, 4):
-        back = parts(job, ranks, 5, request=Request(version=5))
+        back = parts(job, ranks, 5, request=Request(version=5), keep_last=10)
         assert {(recovery.version, str(recovery.fidelity)) for recovery, _ in succeeded(back)} == {(5, "exact")}
         assert joined(back, 5) == joined(saved, 5)
         job.lose_memory()
-    again = parts(job, 4, 10, request=Request(version=10, generation=2))
+    again = parts(job, 4, 10, request=Request(version=10, generation=2), keep_last=10)
     assert joined(again, 10) == joined(later, 10)
-    for outcome in parts(job, 3, 20, request=Request(version=19)):
+    for outcome in parts(job, 3, 20, request=Request(version=19), keep_last=10):
         assert isinstance(outcome, RecoveryError)
         assert "version=19 was asked for, and not every rank can come to it" in str(outcome)
 
