@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -29,8 +31,13 @@ from tiercheck.streams.tensors.stage import PipelineStage
 
 __all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached"]
 
+log = logging.getLogger(__name__)
+
 _attached = threading.local()
 """Of each thread, the checkpointers that were attached in it: the ranks of a simulated group have one each."""
+
+_warnings: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Of optimizers whose checkpointer is closed, the hook that tells of the next step."""
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -43,6 +50,9 @@ class StepHooks:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> None:
+        if (warning := _warnings.pop(optimizer, None)) is not None:
+            warning.remove()
+        self._optimizer = optimizer
         self._before = optimizer.register_step_pre_hook(before)
         self._after = optimizer.register_step_post_hook(after)
         self._befores = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
@@ -67,6 +77,19 @@ class StepHooks:
     def remove(self) -> None:
         self._before.remove()
         self._after.remove()
+
+    def end(self) -> None:
+        """Nothing is saved from here on. Whoever trains on all the same is told so at the next step, once."""
+        self.remove()
+
+        def warn(*_: object) -> None:
+            handle.remove()
+            log.warning(
+                "the optimizer steps, but its checkpointer is closed: this step and those after it are saved nowhere; "
+                "close it after the last step, or attach again"
+            )
+
+        handle = _warnings[self._optimizer] = self._optimizer.register_step_pre_hook(warn)
 
 
 class Hooks(Protocol):

@@ -72,3 +72,23 @@ def test_a_hook_that_comes_in_the_middle_of_an_iteration_is_refused() -> None:
     training.step(1)
     assert checkpointer.version == 1
     checkpointer.abort()
+
+
+@pytest.mark.parametrize("ended", ["close", "abort"])
+def test_a_step_after_the_end_is_told_once(ended: str, caplog: pytest.LogCaptureFixture) -> None:
+    training, url = Training(), memory()
+    checkpointer = training.attach(Hierarchy.of(url))
+    training.step(1)
+    getattr(checkpointer, ended)()
+    assert "saved nowhere" not in caplog.text
+    training.step(2)
+    training.step(3)
+    assert caplog.text.count("saved nowhere") == 1
+    assert not training.optimizer._optimizer_step_pre_hooks
+    again = training.attach(Hierarchy.of(url))
+    again.abort()
+    caplog.clear()
+    again = training.attach(Hierarchy.of(url))
+    training.step(again.version + 1)
+    assert "saved nowhere" not in caplog.text, "it is attached again"
+    again.abort()

@@ -213,6 +213,7 @@ class _Hooks:
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_close(self._record_skipped)
         checkpointer.on_end(self.remove)
+        checkpointer.on_end(self._step_hooks.end)
         self._skipped_steps = self.provider.skipped_steps()
         self._checkpointer = checkpointer
 

@@ -187,6 +187,7 @@ class _Hooks:
         checkpointer.on_end_iteration(self._iterations.said)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)
+        checkpointer.on_end(self._step_hooks.end)
         self._checkpointer = checkpointer
 
     def remove(self) -> None:
