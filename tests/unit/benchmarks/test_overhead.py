@@ -80,4 +80,4 @@ def test_without_a_gpu_a_job_on_one_is_refused(
     assert main(["overhead", "--device", "cuda"]) == 2
     assert "--device cuda needs a GPU" in capsys.readouterr().err
     assert main(["overhead", "--device", "cuda", "--list"]) == 0
-    assert "cuda.step.1B.nf4" in capsys.readouterr().out.split()
+    assert "cuda.step.torch.1B.nf4" in capsys.readouterr().out.split()
