@@ -332,7 +332,7 @@ class CudaKernelTests(CudaExponentTests, CudaReplayTests):
                 values[~scaled.are_regular(values)] = 0
                 tensors.append(values)
             expected = scale_search.find_scale(tensors)
-            found = machine.put(np.full(cuda.FOUND_NBYTES, 0xFF, np.uint8))
+            found = machine.put(np.full(scale_search.FOUND_NBYTES, 0xFF, np.uint8))
             cuda.find_scale([machine.put(each) for each in tensors], found, stream=machine.stream)
             assert machine.get(found).view(np.float32)[0] == expected
             assert machine.get(found).view(np.uint32)[1] == 0

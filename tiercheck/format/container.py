@@ -269,18 +269,17 @@ class ShardWriter:
         return self.nbytes
 
     def _checksums(self, extents: Sequence[Extent], threads: int) -> dict[str, str]:
+        parts = [] if threads == 1 else parts_of(extents)
+        if len(parts) < 2:
+            return {extent.spec.name: checksum_of(self._view(extent)) for extent in extents}
         digests = Digests(extents)
 
         def take(part: Part) -> None:
             for extent, block in part:
                 digests.take(extent, block, self._view(extent))
 
-        parts = parts_of(extents)
-        if threads == 1 or len(parts) < 2:
-            deque(map(take, parts), maxlen=0)
-        else:
-            with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:
-                deque(pool.map(take, parts), maxlen=0)
+        with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:
+            deque(pool.map(take, parts), maxlen=0)
         return {extent.spec.name: digests.checksum(extent) for extent in extents}
 
     def _place(self, spec: TensorSpec) -> memoryview:

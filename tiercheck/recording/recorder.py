@@ -421,7 +421,7 @@ class Recorder:
                 self._modes.copying.on(CopyingEvent.WRITTEN)
                 log.warning("version %d has no differential, and the next one gets a base: %s", version, error)
             elif isinstance(error, OtherwiseStored):
-                log.info("version %d has no differential, and the next one gets a base: %s", version, error)
+                log.warning("version %d has no differential, and the next one gets a base: %s", version, error)
             elif not self._saves.failed(version, error):
                 raise error
         return bool(failed)

@@ -38,7 +38,6 @@ from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents
 from tiercheck.kernels.cuda.gpu_adam import replay_gpu_adam
 from tiercheck.kernels.cuda.module import borrow, low_priority_stream, torch_stream, warm_up
 from tiercheck.kernels.cuda.patterns import (
-    FOUND_NBYTES,
     find_low_halves,
     find_scale,
     join_exponents,
@@ -51,7 +50,6 @@ from tiercheck.kernels.cuda.patterns import (
 )
 
 __all__ = [
-    "FOUND_NBYTES",
     "MOST_STEPS",
     "SparseOnDevice",
     "accumulate",

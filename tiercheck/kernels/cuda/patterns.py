@@ -13,11 +13,10 @@ import numpy as np
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.compaction import clear
 from tiercheck.kernels.cuda.module import DeviceArray, Stream, address_of, check, grid_for
-from tiercheck.kernels.reference.scale_search import CANDIDATES, SAMPLED_TENSORS_MAX
+from tiercheck.kernels.reference.scale_search import CANDIDATES, FOUND_NBYTES, SAMPLED_TENSORS_MAX
 from tiercheck.kernels.reference.scaled import check_scale
 
 __all__ = [
-    "FOUND_NBYTES",
     "find_low_halves",
     "find_scale",
     "join_exponents",
@@ -30,8 +29,6 @@ __all__ = [
 ]
 
 THREADS = 256
-FOUND_NBYTES = 8
-"""What :func:`find_scale` writes: the scale (fp32), and zero (uint32)."""
 SAMPLED = np.dtype([("values", np.uint64, SAMPLED_TENSORS_MAX), ("sizes", np.uint64, SAMPLED_TENSORS_MAX)])
 
 

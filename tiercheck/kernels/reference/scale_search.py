@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CANDIDATES", "SAMPLED_TENSORS_MAX", "SAMPLES", "find_scale", "significands_of"]
+__all__ = ["CANDIDATES", "FOUND_NBYTES", "SAMPLED_TENSORS_MAX", "SAMPLES", "find_scale", "significands_of"]
 
+FOUND_NBYTES = 8
+"""What a GPU writes: the scale (fp32), and whether some value is not given back by it (uint32)."""
 SAMPLED_TENSORS_MAX = 4
 SAMPLES = 128
 """Of each tensor, evenly spaced."""

@@ -12,10 +12,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["FOUND_NBYTES", "Device", "Event", "Stream"]
-
-FOUND_NBYTES = 8
-"""A scale (fp32), and whether it failed (uint32)."""
+__all__ = ["Device", "Event", "Stream"]
 
 
 class Event(Protocol):
@@ -91,9 +88,9 @@ class Device(Protocol):
         ...
 
     def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
-        """Write the scale of these gradients (fp32, 1-D, contiguous, :data:`SAMPLED_TENSORS_MAX` at most) and a zero to
-        ``found``, :data:`FOUND_NBYTES` of uint8; call it inside of :meth:`Stream.run`. All are on the device. The scale
-        is that of :mod:`tiercheck.kernels.reference.scale_search`."""
+        """Write the scale of these gradients (fp32, 1-D, contiguous) and a zero to ``found``, uint8; call it inside of
+        :meth:`Stream.run`. All are on the device. The scale, how many gradients there may be, and the length of
+        ``found`` are those of :mod:`tiercheck.kernels.reference.scale_search`."""
         ...
 
     def narrow(self, values: torch.Tensor, found: torch.Tensor, out: torch.Tensor) -> None:

@@ -19,11 +19,11 @@ from tiercheck import kernels
 from tiercheck.errors import CapacityExceeded, ConfigurationError
 from tiercheck.format.container import ShardWriter
 from tiercheck.format.header import round_up
-from tiercheck.kernels.reference.scale_search import SAMPLED_TENSORS_MAX
+from tiercheck.kernels.reference.scale_search import FOUND_NBYTES, SAMPLED_TENSORS_MAX
 from tiercheck.streams.codecs import DTYPES, Codec, Encoding, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import SCALE, Exact
-from tiercheck.streams.device.protocol import FOUND_NBYTES, Device
+from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.staged import HostMemory, Landing, Ring, Staged, is_direct, parts_of

@@ -135,10 +135,9 @@ class Ring:
     def send(
         self, landings: Sequence[Landing], target: torch.Tensor, first: Callable[[], None] | None = None
     ) -> Flight:
-        """Put the tensors on their way to ``target``, which the caller keeps until they have landed. ``first``: what
-        the device does before. They may be
+        """Put the tensors on their way to ``target``, which the caller keeps until they have landed. They may be
         written to by what the calling thread puts into its current stream from now on, and freed by whoever may free
-        them when the optimizer, which steps in that stream, has read them."""
+        them when the optimizer, which steps in that stream, has read them. ``first``: what the device does before."""
         current = self._device.current()
         self._encoding.wait(current.record())
         if first is not None:
