@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -64,7 +64,7 @@ def need_gpu() -> str:
     return torch.cuda.get_device_name()
 
 
-class Training:
+class Training(ABC):
     """Its batches are drawn on the device; what they hold does not matter."""
 
     def __init__(self, shape: Shape) -> None:
@@ -100,7 +100,6 @@ class TorchTraining(Training):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def attach(self, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
-
         from tiercheck.integrations.torch import attach
 
         return attach(self.model, self.optimizer, hierarchy, config=config)
@@ -120,6 +119,7 @@ class ZeroTraining(Training):
         super().__init__(shape)
         if not torch.distributed.is_initialized():
             os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
+            # It is documented, and torch's own list of names leaves it out.
             store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}

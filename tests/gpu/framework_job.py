@@ -7,7 +7,6 @@ Arguments: a name of :data:`JOBS`, a directory, the tiers' name, and the life: `
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
+from tiercheck.demo.training.digest import digest, master_tensors
 from tiercheck.demo.training.model import GPT
 from tiercheck.hierarchy import Hierarchy
 
@@ -43,7 +43,7 @@ class Training:
     state: Callable[[], dict[str, torch.Tensor]]
 
 
-def model_of() -> torch.nn.Module:
+def model_of() -> GPT:
     torch.manual_seed(1)
     return GPT(width=WIDTH, layers=LAYERS, heads=HEADS, sequence=SEQUENCE, dropout=0.1).cuda()
 
@@ -85,7 +85,7 @@ def fsdp() -> Training:
 
     model = model_of()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     return torch_training(model)
@@ -95,7 +95,6 @@ def deepspeed(stage: int, *, fused: bool, dtype: str = "bf16") -> Training:
     """``fused``: by DeepSpeed's own Adam, which it compiles; else by torch's fused one."""
     import deepspeed
 
-    from tiercheck.demo.training.digest import master_tensors
     from tiercheck.integrations.deepspeed import attach
 
     parameters: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
@@ -148,15 +147,6 @@ JOBS: dict[str, Callable[[], Training]] = {
 }
 
 
-def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(
-            each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()[:16]
-        for name, each in tensors.items()
-    }
-
-
 def main() -> None:
     job, directory, name, life = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(2)
@@ -186,10 +176,8 @@ def main() -> None:
             torch.cuda.synchronize()
             os.kill(os.getpid(), signal.SIGKILL)
     report["losses"] = {at: loss.item().hex() for at, loss in losses.items()}
-    report["state"] = digests(training.state())
+    report["state"] = {name: digest([(name, each)]) for name, each in training.state().items()}
     if checkpointer is not None:
-        stats = checkpointer.stats
-        report["stats"] = {"captured": stats.bases, "folded": stats.mover.folded_bases, "why": stats.not_folded}
         checkpointer.close()
     (directory / f"{life}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-__all__ = ["GUARD", "GUARD_BYTE", "Gpu", "Machine", "guarded", "need_cupy", "need_gpu"]
+__all__ = ["GUARD", "GUARD_BYTE", "Gpu", "Machine", "guarded", "need_cupy", "need_gpu", "need_torch_on_gpu"]
 
 GUARD = 256
 GUARD_BYTE = 0x5A
@@ -51,6 +51,15 @@ def need_gpu() -> Any:
     if count == 0:
         pytest.skip("needs a GPU: CUDA sees none", allow_module_level=True)
     return cupy
+
+
+def need_torch_on_gpu() -> None:
+    """CuPy and torch on a machine with a GPU; elsewhere the test is skipped."""
+    need_gpu()
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a torch that is built for CUDA", allow_module_level=True)
 
 
 def guarded(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.machine import need_gpu
+from tests.gpu.machine import need_torch_on_gpu
 
-need_gpu()
-if not torch.cuda.is_available():
-    pytest.skip("needs a torch that is built for CUDA", allow_module_level=True)
+need_torch_on_gpu()
 
 from tiercheck.checkpointer import Checkpointer  # noqa: E402
 from tiercheck.config import CheckpointConfig  # noqa: E402

@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu.framework_job import JOBS, KILLED_IN, LAST
-from tests.gpu.machine import need_gpu
+from tests.gpu.machine import need_torch_on_gpu
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
-need_gpu()
-if not torch.cuda.is_available():
-    pytest.skip("needs a torch that is built for CUDA", allow_module_level=True)
+need_torch_on_gpu()
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +33,11 @@ ENVIRONMENT = {
     "LOCAL_RANK": "0",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
 }
-BESIDE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def lived(job: str, directory: Path, name: str, life: str) -> int:
@@ -48,7 +48,7 @@ def lived(job: str, directory: Path, name: str, life: str) -> int:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **BESIDE},
+            env={**os.environ, **ENVIRONMENT},
             timeout=SECONDS_MAX,
             check=False,
         )

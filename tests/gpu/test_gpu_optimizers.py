@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.machine import need_gpu
+from tests.gpu.machine import need_torch_on_gpu
 
-need_gpu()
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a torch that is built for CUDA", allow_module_level=True)
+need_torch_on_gpu()
 
 # What follows imports CuPy, which was just asked for.
 from tiercheck.integrations.torch.module_provider import ModuleProvider  # noqa: E402

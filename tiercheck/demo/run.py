@@ -161,7 +161,7 @@ def introduce(
     layout = f"a pipeline of {settings.stages} stages" if settings.stages else ranks_text(before.ranks)
     console.print(
         f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
-        f"ZeRO-{settings.zero}, {settings.dtype}, {layout}{on_gpus(settings)}.\n"
+        f"ZeRO-{settings.zero}, {settings.dtype}, {layout}{on_gpus(before)}.\n"
         f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
         f"kill -9 of all trainers{lost}.{goes_on}",
         highlight=False,
@@ -169,7 +169,9 @@ def introduce(
 
 
 def on_gpus(settings: TrainingSettings) -> str:
-    return " on a GPU each" if settings.device == "cuda" else ""
+    if settings.device != "cuda":
+        return ""
+    return " on a GPU" if settings.ranks == 1 else ", each rank on a GPU"
 
 
 def but_bases(failure: FailurePlan) -> str:

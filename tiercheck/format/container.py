@@ -16,9 +16,7 @@ Three ways in and out:
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +42,7 @@ from tiercheck.format.header import (
 )
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
-from tiercheck.format.parts import Digests, Part, parts_of
+from tiercheck.format.parts import Digests, Part, checksums_of, parts_of
 from tiercheck.format.recurring import Checksums, Recurring
 from tiercheck.types import Buffer
 
@@ -74,7 +72,7 @@ __all__ = [
 
 _ZEROS = bytes(ALIGNMENT)
 FILLED_SHARE_MAX = 8
-"""A shard is filled up if no more than this part of its memory is left."""
+"""A shard is filled up if no more than an eighth of its memory is left."""
 
 
 @dataclass(frozen=True)
@@ -260,27 +258,14 @@ class ShardWriter:
         known = {**(checksums or {}), **self._object_checksums}
         for name in known.keys() - tensors.keys():
             raise ValueError(f"a checksum was given for {name!r}, which is no tensor of the shard")
-        known |= self._checksums([extent for name, extent in tensors.items() if name not in known], threads)
+        unknown = [extent for name, extent in tensors.items() if name not in known]
+        known |= checksums_of(unknown, self._view, threads)
         leading = self._layout.leading
         texts = (b"", b"") if leading is None else leading.texts(self._layout.stamp, recurring)
         extents = self._layout.with_checksums(known)
         encode_header_into(self._buffer[: self._header_nbytes], metadata, extents, recurring=texts)
         self._finished = True
         return self.nbytes
-
-    def _checksums(self, extents: Sequence[Extent], threads: int) -> dict[str, str]:
-        parts = [] if threads == 1 else parts_of(extents)
-        if len(parts) < 2:
-            return {extent.spec.name: checksum_of(self._view(extent)) for extent in extents}
-        digests = Digests(extents)
-
-        def take(part: Part) -> None:
-            for extent, block in part:
-                digests.take(extent, block, self._view(extent))
-
-        with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:
-            deque(pool.map(take, parts), maxlen=0)
-        return {extent.spec.name: digests.checksum(extent) for extent in extents}
 
     def _place(self, spec: TensorSpec) -> memoryview:
         self._check_open()

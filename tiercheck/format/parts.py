@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from tiercheck.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, checksum_of_blocks
+from tiercheck.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, checksum_of, checksum_of_blocks
 from tiercheck.format.header import Extent
 
-__all__ = ["Digests", "Part", "parts_of"]
+__all__ = ["Digests", "Part", "checksums_of", "parts_of"]
 
 Part = list[tuple[Extent, int]]
 """Blocks, each by its tensor and its number in that."""
@@ -50,3 +52,19 @@ class Digests:
         """As :func:`~tiercheck.format.checksums.checksum_of`, when every block was taken."""
         digests = b"".join(self._found[extent.spec.name])
         return digests.hex() if len(digests) == DIGEST_NBYTES else checksum_of_blocks(digests)
+
+
+def checksums_of(extents: Sequence[Extent], content: Callable[[Extent], memoryview], threads: int) -> dict[str, str]:
+    """The checksum of each, by its name, computed by at most so many threads. ``content``: its bytes."""
+    parts = [] if threads == 1 else parts_of(extents)
+    if len(parts) < 2:
+        return {extent.spec.name: checksum_of(content(extent)) for extent in extents}
+    digests = Digests(extents)
+
+    def take(part: Part) -> None:
+        for extent, block in part:
+            digests.take(extent, block, content(extent))
+
+    with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="tiercheck-checksum") as pool:
+        deque(pool.map(take, parts), maxlen=0)
+    return {extent.spec.name: digests.checksum(extent) for extent in extents}

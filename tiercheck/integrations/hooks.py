@@ -78,9 +78,8 @@ class StepHooks:
         self._before.remove()
         self._after.remove()
 
-    def end(self) -> None:
-        """Nothing is saved from here on. Whoever trains on all the same is told so at the next step, once."""
-        self.remove()
+    def warn_of_the_next_step(self) -> None:
+        """The checkpointer is closed. Whoever trains on all the same is told so at the next step, once."""
 
         def warn(*_: object) -> None:
             handle.remove()

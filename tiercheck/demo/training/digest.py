@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["state_digest", "whole_digest"]
+__all__ = ["digest", "master_tensors", "state_digest", "whole_digest"]
 
 # Where DeepSpeed's optimizers keep the full-precision values (ZeRO 1 and 2, 3, BF16, and stage 0 in bf16).
 MASTER_ATTRIBUTES = (

@@ -213,7 +213,7 @@ class _Hooks:
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_close(self._record_skipped)
         checkpointer.on_end(self.remove)
-        checkpointer.on_end(self._step_hooks.end)
+        checkpointer.on_end(self._step_hooks.warn_of_the_next_step)
         self._skipped_steps = self.provider.skipped_steps()
         self._checkpointer = checkpointer
 

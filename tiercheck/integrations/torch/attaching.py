@@ -187,7 +187,7 @@ class _Hooks:
         checkpointer.on_end_iteration(self._iterations.said)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)
-        checkpointer.on_end(self._step_hooks.end)
+        checkpointer.on_end(self._step_hooks.warn_of_the_next_step)
         self._checkpointer = checkpointer
 
     def remove(self) -> None:

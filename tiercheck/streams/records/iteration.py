@@ -58,8 +58,8 @@ class IterationCapture(abc.ABC):
     def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
         """As :meth:`finish`, for a record of which something may still be on its way from a device: what is as of now
         is taken, and what is returned waits and closes the shard, in another thread. Errors of that: ``WrittenUnseen``;
-        ``OtherwiseStored``;
-        ``CapacityExceeded`` as of :meth:`add`; ``TierError``. ``None``: nothing was done, call :meth:`finish`."""
+        ``OtherwiseStored``; ``CapacityExceeded`` as of :meth:`add`; ``TierError``. ``None``: nothing was done, call
+        :meth:`finish`."""
         return None
 
     def abandon(self) -> None:  # noqa: B027  most have nothing on its way

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError, NotFound
+from tiercheck.runtime.waiting import together
 from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.in_flight_calls import InFlightCalls
 from tiercheck.tiers.posix.file_driver import FileDriver
@@ -230,7 +231,7 @@ class ShmDriver(FileDriver):
                 if self._mapped.made[nbytes] < enough[nbytes]:
                     await self.run(partial(self._mapped.prepare, nbytes))
 
-        await asyncio.gather(*(prepare() for _ in range(self._mapped.prepared_at_once)))
+        await together(prepare() for _ in range(self._mapped.prepared_at_once))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
 
