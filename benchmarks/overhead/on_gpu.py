@@ -1,7 +1,8 @@
 """The same on a GPU: a GPT in bf16, whose steps are saved every time or not at all, in turns.
 
 ``--device cuda``. Two models of one shape are on the device. The host runs ahead of it, so that what is measured is a
-block of steps, from an idle device to an idle device. ``copy``: the first tier's copies against ``cudaMemcpyAsync``
+block of steps, as the device sees them: from its first step but two to its last, so that the copies of steps before
+run beside all of them, as in a long run. ``copy``: the first tier's copies against ``cudaMemcpyAsync``
 from the device to pinned memory, in the same chunks.
 """
 
@@ -31,10 +32,10 @@ from tiercheck.tiers.shm.namespaces import remove_namespace
 
 __all__ = ["CODECS", "SIZES", "Shape", "copy_figure", "names", "need_gpu", "step_figure"]
 
-BLOCK = 20
+LEAD_IN, MEASURED = 2, 8
 """Steps of a block."""
-BASE_EVERY = 10
-"""Two bases a block. They are captured: what folds them takes processors, and not the GPU."""
+BASE_EVERY = LEAD_IN + MEASURED
+"""One base a block, after its middle. They are captured: what folds them takes processors, and not the GPU."""
 RATIO_MAX = 1.01
 SETTLED = 0.97
 """Of what a step took in the block before, if it settles."""
@@ -49,11 +50,20 @@ class Shape:
     width: int
     layers: int
     heads: int
+    batch: int
+    micro_batches: int
+    """Of a step. Together they have 32,768 tokens: what one of 16 GPUs has of half a million, as GPT-3's models of 350
+    million parameters were trained (Brown et al. 2020, table 2.1)."""
     sequence: int = 1024
-    batch: int = 8
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.batch * self.micro_batches
 
 
-SIZES: Mapping[str, Shape] = MappingProxyType({"350M": Shape(1024, 28, 16), "1B": Shape(2048, 20, 16)})
+SIZES: Mapping[str, Shape] = MappingProxyType(
+    {"350M": Shape(1024, 28, 16, batch=32, micro_batches=1), "1B": Shape(2048, 20, 16, batch=16, micro_batches=2)}
+)
 
 
 def need_gpu() -> str:
@@ -72,23 +82,31 @@ class Training(ABC):
         sizes = {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "sequence": shape.sequence}
         with torch.device("cuda"):  # where a billion numbers are drawn at once
             self.model: torch.nn.Module = GPT(**sizes, dropout=0.0)
-        self._batches = torch.randint(256, (4, shape.batch, shape.sequence), device="cuda")
+        self._batches = torch.randint(256, (4, shape.micro_batches, shape.batch, shape.sequence), device="cuda")
 
     @abstractmethod
     def attach(self, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer: ...
     @abstractmethod
-    def step(self, batch: torch.Tensor) -> None: ...
+    def step(self, batches: torch.Tensor) -> None:
+        """``batches``: the micro-batches of one step."""
 
-    def block(self, checkpointer: Checkpointer | None) -> float:
-        """Seconds a step."""
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for at in range(BLOCK):
+    def steps(self, count: int, checkpointer: Checkpointer | None) -> None:
+        for at in range(count):
             self.step(self._batches[at % 4])
             if checkpointer is not None:
                 checkpointer.end_iteration()
+
+    def block(self, checkpointer: Checkpointer | None) -> float:
+        """Seconds a step that is measured."""
+        event: Any = torch.cuda.Event
+        begun, ended = (event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        return (time.perf_counter() - began) / BLOCK
+        self.steps(LEAD_IN, checkpointer)
+        begun.record()
+        self.steps(MEASURED, checkpointer)
+        ended.record()
+        torch.cuda.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3 / MEASURED
 
 
 class TorchTraining(Training):
@@ -104,8 +122,9 @@ class TorchTraining(Training):
 
         return attach(self.model, self.optimizer, hierarchy, config=config)
 
-    def step(self, batch: torch.Tensor) -> None:
-        self.model(batch, batch).backward()
+    def step(self, batches: torch.Tensor) -> None:
+        for batch in batches:
+            self.model(batch, batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -125,6 +144,7 @@ class ZeroTraining(Training):
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
         config = {
             "train_micro_batch_size_per_gpu": shape.batch,
+            "gradient_accumulation_steps": shape.micro_batches,
             "steps_per_print": 10**9,
             "optimizer": optimizer,
             "bf16": {"enabled": True},
@@ -139,9 +159,10 @@ class ZeroTraining(Training):
 
         return attach(self.engine, hierarchy, config=config)
 
-    def step(self, batch: torch.Tensor) -> None:
-        self.engine.backward(self.engine(batch, batch))
-        self.engine.step()
+    def step(self, batches: torch.Tensor) -> None:
+        for batch in batches:
+            self.engine.backward(self.engine(batch, batch))
+            self.engine.step()
 
 
 FRAMEWORKS: Mapping[str, type[Training]] = MappingProxyType({"torch": TorchTraining, "zero1": ZeroTraining})
@@ -167,8 +188,9 @@ async def step_figure(framework: str, size: str, codec: str, pairs: int, memory:
         async def without() -> float:
             return plain.block(None)
 
+        saved.steps(BASE_EVERY // 2, checkpointer)
         await settle(with_saving)
-        found = await interleave(with_saving, without, pairs=pairs, warmups=1)
+        found = await interleave(with_saving, without, pairs=pairs, warmups=1, progress=told)
         stats = checkpointer.stats
     finally:
         checkpointer.abort()
@@ -176,6 +198,7 @@ async def step_figure(framework: str, size: str, codec: str, pairs: int, memory:
     parameters = sum(each.numel() for each in saved.model.parameters())
     details = {
         "parameters": parameters,
+        "tokens a step": SIZES[size].tokens,
         "base_every": BASE_EVERY,
         "stall a step": stats.differential_stall_s / max(1, stats.differentials),
         "stall a base": stats.base_stall_s / max(1, stats.bases),
@@ -197,6 +220,10 @@ async def settle(with_saving: Repetition) -> None:
         if now > SETTLED * before:
             return
         before = now
+
+
+def told(done: int, total: int) -> None:
+    progress(f"pair {done} of {total}")
 
 
 async def copy_figure(pairs: int) -> tuple[Figure[Any], Measured]:

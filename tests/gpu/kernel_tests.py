@@ -38,6 +38,9 @@ from tiercheck.kernels.reference import (
     scaled,
 )
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
+from tiercheck.streams.codecs import DTYPES
+from tiercheck.streams.codecs import codec as codec_of
+from tiercheck.streams.codecs.floats import from_float32
 
 need_cupy()
 
@@ -227,6 +230,45 @@ class CudaKernelTests(CudaExponentTests, CudaReplayTests):
         for values in cases:
             self.encode_and_compare(machine, codec, values, None)
             self.encode_and_compare(machine, codec, values, np.full(values.size, largest / 2, np.float32))
+
+    @pytest.mark.parametrize("codec", ["int8", "nf4", "onebit"])
+    @pytest.mark.parametrize("dtype", ["F16", "BF16"])
+    def test_block_codes_of_half_precision(self, machine: Machine, codec: str, dtype: str) -> None:
+        """What the codec makes of them on the host, which widens them first, and rounds what it decodes."""
+        spoilt = np.array([np.nan, np.inf, -np.inf, 65504, 1e-7, 3e38, -0.0], np.float32)
+        for size in machine.sizes:
+            residual = np.zeros(size, np.float32)
+            for iteration in range(3):
+                values = gradient(size, iteration, special=iteration == 2)
+                values[: min(size, 7)] = spoilt[: min(size, 7)] if iteration == 1 else values[: min(size, 7)]
+                array = from_float32(values, dtype)
+                self.encode_half_and_compare(machine, codec, array, dtype, None)
+                residual = self.encode_half_and_compare(machine, codec, array, dtype, residual)
+
+    def encode_half_and_compare(
+        self, machine: Machine, codec: str, array: NDArray[Any], dtype: str, residual: Floats | None
+    ) -> Floats:
+        lost = np.zeros(0, np.float32) if residual is None else residual.copy()
+        parts: dict[str, NDArray[np.uint8]] = {}
+
+        def slot(suffix: str, kind: str, shape: tuple[int, ...]) -> memoryview:
+            parts[suffix] = np.zeros(int(np.prod(shape)) * DTYPES[kind].itemsize, np.uint8)
+            return parts[suffix].data
+
+        made: Any = codec_of(codec)
+        made.encode(array, dtype, seed=0, slot=slot, residual=None if residual is None else lost)
+        planned = made.parts(array.size)
+        there = [machine.put(np.zeros(part.nbytes, np.uint8).view(DTYPES[part.dtype])) for part in planned]
+        values, lost_there = machine.put(array), None if residual is None else machine.put(residual)
+        name = {"int8": "quantise", "nf4": "quantise_nf4", "onebit": "quantise_onebit"}[codec]
+        getattr(cuda, f"{name}_into")(values, *there, residual=lost_there, stream=machine.stream)
+        for part, held in zip(planned, there, strict=True):
+            assert identical(machine.get(held).view(np.uint8), parts[part.suffix]), part.suffix
+            assert machine.intact(held)
+        if lost_there is not None:
+            assert identical(machine.get(lost_there), lost)
+            assert machine.intact(lost_there)
+        return lost
 
     def encode_and_compare(self, machine: Machine, codec: str, values: Floats, residual: Floats | None) -> Floats:
         size = values.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,11 +50,15 @@ def shm() -> Iterator[str]:
 class Job:
     """Dropout, so that it matters what the device's generator draws; and frozen weights."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, scaler: bool = False, **options: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, scaler: bool = False, frozen: Sequence[int] = (0,), **options: Any
+    ) -> None:
+        """``frozen``: layers that are not trained."""
         torch.manual_seed(7)
         layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 64)]
         self.model = torch.nn.Sequential(torch.nn.Linear(64, WIDTH), torch.nn.GELU(), *layers).to("cuda", dtype)
-        self.model[0].requires_grad_(False)
+        for layer in frozen:
+            self.model[layer].requires_grad_(False)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, **options)
         self.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30) if scaler else None
@@ -134,7 +138,7 @@ def test_a_loop_on_a_stream_of_its_own_is_killed_and_resumes_bit_for_bit(shm: st
 
 def test_no_step_waits_for_the_device(shm: str) -> None:
     job = Job(fused=True)
-    checkpointer = job.attach(shm, base_every=1000)
+    checkpointer = job.attach(shm, base_every=100)
     job.run(1, 3)
     checkpointer.flush()
     torch.cuda.synchronize()
@@ -211,7 +215,7 @@ def test_a_record_holds_what_the_step_was_given(
 def test_a_base_is_of_the_moment_it_was_made() -> None:
     from tiercheck.integrations.torch.module_provider import ModuleProvider
 
-    job = Job(fused=True)
+    job = Job(fused=True, frozen=(2,))
     job.run(1, 2)
     stream = DifferentialStream(ModuleProvider(job.model, job.optimizer), "exact", 1)
     with torch.cuda.stream(job.stream):

@@ -33,7 +33,7 @@ async def test_copies_from_the_device_land_in_pinned_segments_again_and_again(na
             device = cupy.full(nbytes, n, dtype=cupy.uint8)
             for used in (nbytes, nbytes - 5, nbytes // 2):
                 reservation = await driver.reserve("a", nbytes)
-                host = np.frombuffer(reservation.buffer, np.uint8)
+                host = np.frombuffer(reservation.buffer, np.uint8)[:nbytes]
                 attributes = cupy.cuda.runtime.pointerGetAttributes(host.ctypes.data)
                 assert attributes.type == cupy.cuda.runtime.memoryTypeHost, "CUDA knows the memory as page-locked"
                 device.get(out=host)
@@ -52,7 +52,7 @@ async def test_pinned_memory_is_faster(name: str) -> None:
             await driver.prepare_reservations([(nbytes, 1)])
             for _ in range(5):
                 reservation = await driver.reserve("a", nbytes)
-                host = np.frombuffer(reservation.buffer, np.uint8)
+                host = np.frombuffer(reservation.buffer, np.uint8)[:nbytes]
                 began = time.perf_counter()
                 device.get(out=host)
                 seconds[pin].append(time.perf_counter() - began)

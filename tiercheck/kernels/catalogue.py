@@ -98,6 +98,11 @@ def threshold_calls(size: int, seed: int) -> Calls:
     yield (floats_of(compaction.SAMPLES + 1, seed), 0.5, seed), {}
 
 
+def of_each_type(entry: str) -> tuple[str, ...]:
+    """A CUDA kernel's entries for fp32, fp16 and bf16 values."""
+    return tuple(f"{entry}_{name}" for name in ("float32", "float16", "bfloat16"))
+
+
 def compaction_calls(size: int, seed: int) -> Calls:
     for source, options in each_source(size, seed):
         yield (source, 0.5), options
@@ -115,7 +120,7 @@ select_threshold = declare(
     cuda=(
         CudaForm(
             "compaction:select_threshold",
-            {"threshold": ("sample_float32", "sample_float16", "sample_bfloat16", "select_magnitude")},
+            {"threshold": (*of_each_type("sample"), "select_magnitude")},
         ),
     ),
     examples=threshold_calls,
@@ -127,7 +132,7 @@ compact_into = declare(
     cuda=(
         CudaForm(
             "compaction:compact_into",
-            {"compaction": ("compact_float32", "compact_float16", "compact_bfloat16"), "survivors": ("clear",)},
+            {"compaction": of_each_type("compact"), "survivors": ("clear",)},
         ),
     ),
     examples=buffer_calls,
@@ -223,7 +228,7 @@ def onebit_calls(size: int, seed: int) -> Calls:
 quantise_into = declare(
     blocks.quantise_into,
     cpu="blocks.int8",
-    cuda=(CudaForm("blocks:quantise_into", {"blocks": ("quantise_int8",)}),),
+    cuda=(CudaForm("blocks:quantise_into", {"blocks": of_each_type("quantise_int8")}),),
     examples=block_calls(np.int8, 8, np.float32, blocks.BLOCK, whole=False),
 )
 dequantise = declare(
@@ -235,7 +240,7 @@ dequantise = declare(
 quantise_nf4_into = declare(
     nf4.quantise_nf4_into,
     cpu="blocks.nf4",
-    cuda=(CudaForm("blocks:quantise_nf4_into", {"blocks": ("quantise_nf4",)}),),
+    cuda=(CudaForm("blocks:quantise_nf4_into", {"blocks": of_each_type("quantise_nf4")}),),
     examples=block_calls(np.uint8, 4, np.float32, blocks.BLOCK, whole=True),
 )
 dequantise_nf4 = declare(
@@ -247,7 +252,7 @@ dequantise_nf4 = declare(
 quantise_onebit_into = declare(
     onebit.quantise_onebit_into,
     cpu="blocks.onebit",
-    cuda=(CudaForm("blocks:quantise_onebit_into", {"blocks": ("quantise_onebit",)}),),
+    cuda=(CudaForm("blocks:quantise_onebit_into", {"blocks": of_each_type("quantise_onebit")}),),
     examples=block_calls(np.uint8, 1, np.uint16, onebit.ONEBIT_BLOCK, whole=True),
 )
 dequantise_onebit = declare(

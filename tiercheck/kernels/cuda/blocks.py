@@ -1,8 +1,9 @@
 """Block codes on the device: int8 and NF4 in blocks of 256, signs in blocks of 128.
 
 The bits are those of :mod:`tiercheck.kernels.reference`; the caller allocates all arrays. Every function puts its work
-into ``stream`` and returns. ``values`` and ``residual`` are fp32. If ``residual`` is given, it is added to the values
-and becomes what the codes lose. Every function raises ``ValueError`` for an array of the wrong dtype or size.
+into ``stream`` and returns. Values that are encoded are fp32, fp16, or bf16 patterns (uint16). If ``residual`` (fp32)
+is given, it is added to them, and becomes what is not given back if the codes are decoded in the values' type. Every
+function raises ``ValueError`` for an array of the wrong dtype or size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tiercheck.kernels.cuda import module
-from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.cuda.module import NAMES, DeviceArray, Stream, check, check_values, grid_for
 from tiercheck.kernels.reference.blocks import BLOCK
 from tiercheck.kernels.reference.nf4 import HALF
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK, SIGN_BYTES
@@ -115,11 +116,10 @@ def encode(
     block: int,
     stream: Stream,
 ) -> None:
-    check("values", values, np.float32)
-    if residual is not None:
-        check("residual", residual, np.float32, values.size)
+    check_values(values, residual)
     arguments = (values, np.uint64(values.size), residual, codes, scales)
-    module.launch("blocks", kernel, grid_for(-(-values.size // block), WARPS), THREADS, arguments, stream)
+    grid = grid_for(-(-values.size // block), WARPS)
+    module.launch("blocks", f"{kernel}_{NAMES[values.dtype]}", grid, THREADS, arguments, stream)
 
 
 def decode(

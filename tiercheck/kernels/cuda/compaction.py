@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tiercheck.kernels.cuda import module
-from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.cuda.module import NAMES, DeviceArray, Stream, check, check_values, grid_for
 from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES, check_ratio, sample_keys, wanted_of
 
 __all__ = [
@@ -27,9 +27,6 @@ __all__ = [
 
 TILE = 4096
 """Elements of a block of threads. The CUDA source has the same number."""
-
-NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
-"""The dtypes that values may have, and their names in the names of kernels."""
 
 THREADS = 256
 
@@ -64,7 +61,7 @@ def compact_into(
     Raises:
         ValueError: an array has the wrong dtype or size.
     """
-    check_values(values, residual)
+    check_indexable(values, residual)
     check("threshold", threshold, np.float32, 1)
     check("indices", indices, np.uint32)
     check("survivors", survivors, np.float32, indices.size)
@@ -95,14 +92,10 @@ def begin_scan(workspace: DeviceArray, tiles: int, stream: Stream) -> tuple[Devi
     return workspace[:1], workspace[1 : 1 + tiles]
 
 
-def check_values(values: DeviceArray, residual: DeviceArray | None) -> None:
-    if values.dtype not in NAMES:
-        raise ValueError(f"values are float32, float16 or bf16 patterns (uint16), not {values.dtype}")
-    check("values", values, values.dtype)
+def check_indexable(values: DeviceArray, residual: DeviceArray | None) -> None:
+    check_values(values, residual)
     if values.size > ELEMENTS_MAX:
         raise ValueError(f"indices have 32 bits, and there are {values.size} elements: compact them in pieces")
-    if residual is not None:
-        check("residual", residual, np.float32, values.size)
 
 
 def clear(words: DeviceArray, stream: Stream) -> None:
@@ -130,7 +123,7 @@ def select_threshold(
         ValueError: an array has the wrong dtype or size, or the ratio is not in (0, 1].
     """
     check_ratio(ratio)
-    check_values(values, residual)
+    check_indexable(values, residual)
     check("threshold", threshold, np.float32, 1)
     samples = min(values.size, SAMPLES)
     check("workspace", workspace, np.uint32, least=samples)

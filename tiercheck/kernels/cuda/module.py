@@ -24,11 +24,13 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.registry import cuda_sources
 
 __all__ = [
+    "NAMES",
     "DeviceArray",
     "Stream",
     "address_of",
     "borrow",
     "check",
+    "check_values",
     "compile_source",
     "grid_for",
     "launch",
@@ -48,6 +50,9 @@ Stream: TypeAlias = Any
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """Every operation rounds once, as it is written. A fused operation is written as one."""
+
+NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
+"""The dtypes that gradients may have, and their names in the names of kernels."""
 
 DLPACK_CUDA = 2
 """``kDLCUDA`` of DLPack's ``DLDeviceType``."""
@@ -217,6 +222,15 @@ def check(name: str, array: DeviceArray, dtype: Any, size: int | None = None, *,
         raise ValueError(
             f"{name} must have {size if size is not None else f'at least {least}'} elements, not {array.size}"
         )
+
+
+def check_values(values: DeviceArray, residual: DeviceArray | None) -> None:
+    """Errors: ``ValueError`` if these are no values that a kernel encodes, or the residual is not theirs."""
+    if values.dtype not in NAMES:
+        raise ValueError(f"values are float32, float16 or bf16 patterns (uint16), not {values.dtype}")
+    check("values", values, values.dtype)
+    if residual is not None:
+        check("residual", residual, np.float32, values.size)
 
 
 def warm_up() -> None:

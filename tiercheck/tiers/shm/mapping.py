@@ -74,11 +74,12 @@ class MappedSegments:
     def reserve(self, nbytes: int, check: Check) -> MappedSegment:
         """Memory of ``nbytes`` or more, backed and mapped. Errors: ``CapacityExceeded``."""
         self.locality.apply()
-        if self._for_gpu(nbytes):  # what is pinned is not cut: it may be somewhat longer
+        pins = self._for_gpu(nbytes)
+        if pins:  # what is pinned is not cut: it may be somewhat longer
             least, most = nbytes, nbytes + 2 * margin(nbytes)
         else:
             least, most = self._head_bytes(nbytes), nbytes
-        head = self.directory.take(least, most, check, self._selection)
+        head = self.directory.take(least, most, check, self._selection, new_bytes=self._head_bytes(nbytes))
         tail: Segment | None = None
         try:
             missing = nbytes - head.nbytes
@@ -94,7 +95,7 @@ class MappedSegments:
             if 2 * head.recycled_bytes < nbytes:
                 with self._lock:
                     self.made[nbytes] += 1
-            return MappedSegment(self, head, tail, region, nbytes)
+            return MappedSegment(self, head, tail, region, nbytes, pins=pins)
         except BaseException:
             with contextlib.ExitStack() as undo:
                 for segment in filter(None, (head, tail)):
@@ -175,6 +176,13 @@ class MappedSegments:
         finally:
             self.directory.discard(segment.temporary, owner=os.getpid())
 
+    def pin(self, region: MappedRegion) -> None:
+        """What the region shows, if it can be; unless it is already."""
+        if not region.is_pinned:
+            unpin = self.pinning.pin(region.address, region.shown_bytes)
+            if unpin is not None:
+                region.pinned(unpin)
+
     def learn(self, reserved_bytes: int, nbytes: int) -> None:
         """A reservation became an object of ``nbytes``."""
         with self._lock:
@@ -208,10 +216,7 @@ class MappedSegments:
         try:
             region = self._region(segment, max(nbytes, head_bytes))
             region.populate(check)
-            if not region.is_pinned:
-                unpin = self.pinning.pin(region.address, region.shown_bytes)
-                if unpin is not None:
-                    region.pinned(unpin)
+            self.pin(region)
         except BaseException:
             self.directory.discard(segment.temporary)
             raise
@@ -258,10 +263,18 @@ class MappedSegment:
     """Memory for an object of up to ``nbytes``, or as much longer as the memory is."""
 
     def __init__(
-        self, segments: MappedSegments, head: Segment, tail: Segment | None, region: MappedRegion | None, nbytes: int
+        self,
+        segments: MappedSegments,
+        head: Segment,
+        tail: Segment | None,
+        region: MappedRegion | None,
+        nbytes: int,
+        *,
+        pins: bool,
     ) -> None:
         self.nbytes = nbytes
         """That were asked for."""
+        self._pins = pins
         self.room = max(nbytes, head.nbytes)
         self._view = memoryview(bytearray()) if region is None else region.lend(self.room)
         self._segments = segments
@@ -273,9 +286,13 @@ class MappedSegment:
 
     @property
     def view(self) -> memoryview:
-        """That memory. The page table gets it when this is first asked for: of a base, in the thread that copies it."""
+        """That memory. The page table gets it when this is first asked for: of a base, in the thread that copies it.
+        For a GPU it is pinned then if :meth:`MappedSegments.prepare` has not come to it: to pin it takes less time than
+        to copy to it once by way of other memory."""
         if self._region is not None:
             self._region.populate(lambda: None)
+            if self._pins:
+                self._segments.pin(self._region)
         return self._view
 
     def publish(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo:

@@ -109,9 +109,11 @@ class SegmentDirectory(ObjectDirectory):
         check: Callable[[], None],
         selection: Selection = ANY,
         *,
+        new_bytes: int = 0,
         empties_pool: bool = True,
     ) -> Segment:
-        """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one.
+        """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one, of
+        ``new_bytes`` if that is within these bounds, and there is room.
         ``empties_pool``: if there is no memory but what is kept for reuse, that is given up.
 
         Errors: ``CapacityExceeded``; then nothing is kept.
@@ -126,7 +128,7 @@ class SegmentDirectory(ObjectDirectory):
                 found = self._spares.take(path, at_least, at_most, selection)
                 if found is None:
                     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                    recycled_bytes, nbytes = 0, at_least
+                    recycled_bytes, nbytes = 0, new_bytes if at_least <= new_bytes <= min(at_most, room) else at_least
                 else:
                     fd, recycled_bytes = found
                     nbytes = min(max(at_least, whole_pages(recycled_bytes)), at_most)

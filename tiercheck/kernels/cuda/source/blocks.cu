@@ -1,5 +1,6 @@
 // Block codes: int8 and NF4 in blocks of 256, signs in blocks of 128. A warp takes a block; lane l holds the elements
-// l, l + 32, l + 64, ... of it, so that every load and store of the warp is one contiguous piece of memory.
+// l, l + 32, l + 64, ... of it, so that every load and store of the warp is one contiguous piece of memory. Values are
+// fp32, fp16 or bf16. What is lost of them is what decoding in their own type does not give back.
 #include "blocks.cuh"
 #include "grid.cuh"
 
@@ -18,13 +19,13 @@ __device__ __forceinline__ u64 all_warps() { return u64(gridDim.x) * (blockDim.x
 __device__ __forceinline__ u32 own_lane() { return threadIdx.x % LANES; }
 
 // A lane's elements of a block: values plus residuals, and zeros beyond the end.
-template <u32 rows>
+template <u32 rows, typename Number>
 __device__ __forceinline__ void load(
-    float (&x)[rows], const float *values, const float *residual, u64 first, u64 size) {
+    float (&x)[rows], const Number *values, const float *residual, u64 first, u64 size) {
 #pragma unroll
     for (u32 row = 0; row < rows; row++) {
         const u64 at = first + row * LANES;
-        x[row] = at < size ? values[at] : 0.0f;
+        x[row] = at < size ? widened(values[at]) : 0.0f;
         if (residual && at < size) x[row] = with_lost(x[row], residual[at]);
     }
 }
@@ -43,10 +44,9 @@ template <u32 rows> __device__ __forceinline__ float largest_of(const float (&x)
     return float_of(largest_over_warp(largest));
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantise_int8(const float *values, u64 size, float *residual, i8 *codes, float *scales) {
+template <typename Number>
+__device__ __forceinline__ void quantise_int8(
+    const Number *values, u64 size, float *residual, i8 *codes, float *scales) {
     for (u64 block = first_block(); block * BLOCK < size; block += all_warps()) {
         const u64 first = block * BLOCK + own_lane();
         float x[ROWS];
@@ -61,19 +61,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (at >= size) continue;
             const i8 code = int8_code(x[row], divisor);
             codes[at] = code;
-            if (residual) residual[at] = lost_of(x[row], int8_value(code, scale));
+            if (residual) residual[at] = lost_of<Number>(x[row], int8_value(code, scale));
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantise_int8(const i8 *codes, u64 size, const float *scales, float *values) {
-    for (u64 at = first_element(); at < size; at += all_threads())
-        values[at] = int8_value(codes[at], scales[at / BLOCK]);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantise_nf4(const float *values, u64 size, float *residual, u8 *codes, float *scales) {
+template <typename Number>
+__device__ __forceinline__ void quantise_nf4(
+    const Number *values, u64 size, float *residual, u8 *codes, float *scales) {
     const float level = LEVELS[own_lane() % 16];    // lane c holds level c
     for (u64 block = first_block(); block * BLOCK < size; block += all_warps()) {
         const u64 first = block * BLOCK + own_lane();
@@ -94,30 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (u32 row = 0; row < ROWS; row++) {
             const float decoded = nf4_value(__shfl_sync(WHOLE_WARP, level, code[row]), scale);
-            if (first + row * LANES < size) residual[first + row * LANES] = lost_of(x[row], decoded);
+            if (first + row * LANES < size) residual[first + row * LANES] = lost_of<Number>(x[row], decoded);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantise_nf4(const u8 *codes, u64 size, const float *scales, float *values) {
-    const float level = LEVELS[own_lane() % 16];
-    for (u64 block = first_block(); block * BLOCK < size; block += all_warps()) {
-        const float scale = scales[block];
-#pragma unroll
-        for (u32 row = 0; row < ROWS / 2; row++) {
-            const u32 both = codes[block * HALF + row * LANES + own_lane()];
-            const u64 at = block * BLOCK + row * LANES + own_lane();
-            const float low = nf4_value(__shfl_sync(WHOLE_WARP, level, both & 15), scale);
-            const float high = nf4_value(__shfl_sync(WHOLE_WARP, level, both >> 4), scale);
-            if (at < size) values[at] = low;
-            if (at + HALF < size) values[at + HALF] = high;
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantise_onebit(const float *values, u64 size, float *residual, u8 *bits, u16 *scales) {
+template <typename Number>
+__device__ __forceinline__ void quantise_onebit(
+    const Number *values, u64 size, float *residual, u8 *bits, u16 *scales) {
     for (u64 block = first_block(); block * ONEBIT_BLOCK < size; block += all_warps()) {
         const u64 start = block * ONEBIT_BLOCK, first = start + own_lane();
         float x[ONEBIT_ROWS], part[ONEBIT_ROWS];
@@ -150,7 +129,77 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (u32 row = 0; row < ONEBIT_ROWS; row++) {
             const float decoded = onebit_value(signs[row] >> own_lane() & 1, scale);
-            if (first + row * LANES < size) residual[first + row * LANES] = lost_of(x[row], decoded);
+            if (first + row * LANES < size) residual[first + row * LANES] = lost_of<Number>(x[row], decoded);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_int8_float32(
+    const float *values, u64 size, float *residual, i8 *codes, float *scales) {
+    quantise_int8(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_int8_float16(
+    const Half *values, u64 size, float *residual, i8 *codes, float *scales) {
+    quantise_int8(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_int8_bfloat16(
+    const Bfloat16 *values, u64 size, float *residual, i8 *codes, float *scales) {
+    quantise_int8(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_nf4_float32(
+    const float *values, u64 size, float *residual, u8 *codes, float *scales) {
+    quantise_nf4(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_nf4_float16(
+    const Half *values, u64 size, float *residual, u8 *codes, float *scales) {
+    quantise_nf4(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_nf4_bfloat16(
+    const Bfloat16 *values, u64 size, float *residual, u8 *codes, float *scales) {
+    quantise_nf4(values, size, residual, codes, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_onebit_float32(
+    const float *values, u64 size, float *residual, u8 *bits, u16 *scales) {
+    quantise_onebit(values, size, residual, bits, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_onebit_float16(
+    const Half *values, u64 size, float *residual, u8 *bits, u16 *scales) {
+    quantise_onebit(values, size, residual, bits, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantise_onebit_bfloat16(
+    const Bfloat16 *values, u64 size, float *residual, u8 *bits, u16 *scales) {
+    quantise_onebit(values, size, residual, bits, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dequantise_int8(const i8 *codes, u64 size, const float *scales, float *values) {
+    for (u64 at = first_element(); at < size; at += all_threads())
+        values[at] = int8_value(codes[at], scales[at / BLOCK]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dequantise_nf4(const u8 *codes, u64 size, const float *scales, float *values) {
+    const float level = LEVELS[own_lane() % 16];
+    for (u64 block = first_block(); block * BLOCK < size; block += all_warps()) {
+        const float scale = scales[block];
+#pragma unroll
+        for (u32 row = 0; row < ROWS / 2; row++) {
+            const u32 both = codes[block * HALF + row * LANES + own_lane()];
+            const u64 at = block * BLOCK + row * LANES + own_lane();
+            const float low = nf4_value(__shfl_sync(WHOLE_WARP, level, both & 15), scale);
+            const float high = nf4_value(__shfl_sync(WHOLE_WARP, level, both >> 4), scale);
+            if (at < size) values[at] = low;
+            if (at + HALF < size) values[at + HALF] = high;
         }
     }
 }

@@ -1,7 +1,7 @@
 // The arithmetic of the block codes for one element: scales, codes and levels.
 #pragma once
 
-#include "portable.cuh"
+#include "half.cuh"
 
 constexpr u32 POISONED = 0x7FC00000u;           // scale and values of a block with a NaN or an infinity
 constexpr u16 POISONED_PATTERN = 0x7FC0;
@@ -79,7 +79,19 @@ EITHER u16 bfloat16_of(float magnitude) {
 
 EITHER float onebit_value(u32 sign, u16 scale) { return float_of(u32(scale) << 16 ^ sign << 31); }
 
-EITHER float lost_of(float x, float decoded) {
+// What a type holds of a value that was decoded.
+EITHER float held(float value, Half) { return value_of_half(half_of(value)); }
+EITHER float held(float value, Bfloat16) {
+    const u32 bits = bits_of(value);
+    return magnitude_of(value) > INFINITE ? value : float_of((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u);
+}
+
+// What is lost of an element, which comes back as `decoded` in its own type.
+template <typename Number> EITHER float lost_of(float x, float decoded) {
+    const float lost = subtract(x, decoded), kept = held(decoded, Number());
+    return is_finite(kept) ? add(is_finite(lost) ? lost : 0.0f, subtract(decoded, kept)) : 0.0f;
+}
+template <> EITHER float lost_of<float>(float x, float decoded) {
     const float lost = subtract(x, decoded);
     return is_finite(lost) ? lost : 0.0f;
 }
