@@ -26,17 +26,17 @@ import torch
 
 import tiercheck
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.kernels import narrow_scaled_into, quantise_into, quantise_nf4_into, quantise_onebit_into
+from tiercheck.kernels import narrow_scaled_into
 from tiercheck.kernels.reference import scale_search
+from tiercheck.streams.codecs import codec as codec_of
 from tiercheck.streams.device.protocol import Event
+from tiercheck.streams.tensors.as_bytes import array_of, dtype_name
 
 __all__ = ["Reordering", "Site", "uncovered"]
 
 PACKAGE = str(Path(tiercheck.__file__).parent)
 WEIGHTS = (0.02, 1.0, 30.0)
 """How eager a stream is, drawn for each and now and then anew: one may lag far behind another."""
-KERNELS = {"int8": (quantise_into, np.int8, np.float32), "nf4": (quantise_nf4_into, np.uint8, np.float32)}
-KERNELS["onebit"] = (quantise_onebit_into, np.uint8, np.uint16)
 
 Site = tuple[str, str, int]
 """What is asked for (``wait``, ``host wait``), and the file and line of the package that ask for it."""
@@ -136,15 +136,28 @@ class Reordering:
         self._pinned[memory.untyped_storage().data_ptr()] = memory
         return memory
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def memory(self, nbytes: int, purpose: str) -> torch.Tensor:
         return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.put(torch.empty_like(tensor))
 
-    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        kernel, code, scale = KERNELS[codec]
-        kernel.reference(values.numpy(), codes.numpy().view(code), scales.numpy().view(scale))
+    def quantise(
+        self,
+        codec: str,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        given = iter((codes, scales))
+        codec_of(codec).encode(
+            array_of(values),
+            dtype_name(values, "a gradient"),
+            seed=0,
+            slot=lambda *_: next(given).numpy().data,
+            residual=None if residual is None else residual.numpy(),
+        )
 
     def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         scale = scale_search.find_scale([each.numpy() for each in tensors])

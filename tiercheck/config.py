@@ -34,7 +34,7 @@ class CheckpointConfig:
     codec: str = "exact"
     """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. A codec takes options by name, such as
     ``sparse?ratio=0.001``. ``NAME+feedback`` also encodes at each version
-    what the versions before have left out. That takes four bytes a trained element, in host memory."""
+    what the versions before have left out. That takes four bytes a trained element."""
     train_on_compressed: bool = False
     """Make the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. This changes
     what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
@@ -44,6 +44,10 @@ class CheckpointConfig:
     """The most GPU memory in which gradients are staged on their way to the first tier. It is taken when the job is
     attached, and no more than one record needs. If a record needs more, the optimizer's step waits on the GPU for some
     of its copies. Jobs on CPUs take none."""
+    gpu_feedback: bool = True
+    """Whether what ``int8+feedback``, ``nf4+feedback`` or ``onebit+feedback`` has left out is kept in GPU memory, where
+    the GPU encodes. ``False``: in host memory, where gradients are encoded then, beside training. With training on the
+    compressed gradients, and with other codecs, it is in host memory."""
     recovery_threads: int = 0
     """The most threads that verify, copy, decode and replay in a recovery. 0: this rank's share of the processors that
     its process may use, if the ranks of its node (``LOCAL_WORLD_SIZE``) share them."""

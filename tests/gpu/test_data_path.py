@@ -36,6 +36,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 14
 KILLED_AT = 9
 WIDTH = 1024
+CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "int8+feedback", "nf4+feedback", "onebit+feedback"]
 BUSY_CYCLES = 200_000_000
 """About a tenth of a second."""
 
@@ -159,7 +160,7 @@ def test_no_step_waits_for_the_device(shm: str) -> None:
     checkpointer.close()
 
 
-def encoded_on_host(text: str, value: torch.Tensor, seed: int) -> torch.Tensor:
+def encoded_on_host(text: str, value: torch.Tensor, seed: int, residual: np.ndarray[Any, Any] | None) -> torch.Tensor:
     parts: dict[str, Any] = {}
 
     def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
@@ -168,7 +169,7 @@ def encoded_on_host(text: str, value: torch.Tensor, seed: int) -> torch.Tensor:
         return memory
 
     dtype = dtype_name(value, "a gradient")
-    encoding = codec_of(text).encode(array_of(value), dtype, seed=seed, slot=slot)
+    encoding = codec_of(text).encode(array_of(value), dtype, seed=seed, slot=slot, residual=residual)
     return tensor_of(decode(encoding.to_object(), parts), dtype)
 
 
@@ -185,7 +186,7 @@ def freed_and_used_again(gradients: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("spoil", [overwritten, freed_and_used_again])
-@pytest.mark.parametrize("codec", ["exact", "int8", "nf4", "onebit", "sparse"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
 def test_a_record_holds_what_the_step_was_given(
@@ -195,6 +196,10 @@ def test_a_record_holds_what_the_step_was_given(
 
     job = Job(dtype)
     stream = DifferentialStream(ModuleProvider(job.model, job.optimizer), codec, 1, gpu_staging_bytes=1 << 20)
+    fed_back = codec.endswith("+feedback")
+    residuals = {
+        name: np.zeros(each.numel(), np.float32) for name, each in stream.provider.masters().items() if fed_back
+    }
     with torch.cuda.stream(job.stream):
         for version in range(1, 4):
             masters = stream.provider.masters()
@@ -209,7 +214,8 @@ def test_a_record_holds_what_the_step_was_given(
             assert close is not None
             (found,) = read_differentials(container.parse(bytes(memory[: close()])), tier="test")
             for name, value in true.items():
-                assert torch.equal(found.gradient(name), encoded_on_host(codec, value.cpu(), version)), name
+                expected = encoded_on_host(codec, value.cpu(), version, residuals.get(name))
+                assert torch.equal(found.gradient(name), expected), name
 
 
 def test_a_base_is_of_the_moment_it_was_made() -> None:

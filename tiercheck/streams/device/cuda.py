@@ -137,22 +137,31 @@ class Cuda:
                 f"{bytes_text(nbytes)} of host memory cannot be page-locked for the copies of {self.name}: {error}"
             ) from error
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def memory(self, nbytes: int, purpose: str) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
-            raise CapacityExceeded(
-                f"{self.name} has no {bytes_text(nbytes)} to stage gradients in: lower gpu_staging_bytes; {error}"
-            ) from error
+            raise CapacityExceeded(f"{self.name} has no {bytes_text(nbytes)} {purpose}; {error}") from error
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=self._device)
 
-    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def quantise(
+        self,
+        codec: str,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
         kernel, code, scale = QUANTISE[codec]
+        is_bfloat16 = values.dtype is torch.bfloat16
+        given = [values.view(torch.int16) if is_bfloat16 else values, codes, scales]
         with self._stream() as stream:
-            held = [_cuda_module().borrow(each, stream) for each in (values, codes, scales)]
-            kernel.by("cuda")(held[0], held[1].view(code), held[2].view(scale), stream=stream)
+            held = [_cuda_module().borrow(each, stream) for each in given]
+            numbers = held[0].view(np.uint16) if is_bfloat16 else held[0]
+            kept = None if residual is None else _cuda_module().borrow(residual, stream)
+            kernel.by("cuda")(numbers, held[1].view(code), held[2].view(scale), residual=kept, stream=stream)
 
     def find_scale(self, tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         with self._stream() as stream:

@@ -71,19 +71,28 @@ class Device(Protocol):
         """New page-locked host memory, as uint8. Errors: ``CapacityExceeded``."""
         ...
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """New memory of the device, as uint8. Errors: ``CapacityExceeded``."""
+    def memory(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """New memory of the device, as uint8. Errors: ``CapacityExceeded``, whose message says that there is none
+        ``purpose``: such as "to stage gradients in: lower gpu_staging_bytes"."""
         ...
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """New memory of the device for a tensor of this shape and dtype. What it holds is not defined."""
         ...
 
-    def quantise(self, codec: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def quantise(
+        self,
+        codec: str,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
         """The kernel of a block codec (``int8``, ``nf4``, ``onebit``); call it inside of :meth:`Stream.run`.
 
-        ``values``: fp32, 1-D, contiguous, on the device. ``codes`` and ``scales``: uint8, of the lengths that the codec
-        plans, on the device. The bits are those of :mod:`tiercheck.kernels.reference`.
+        ``values``: fp32, fp16 or bf16, 1-D, contiguous, on the device. ``codes`` and ``scales``: uint8, of the lengths
+        that the codec plans, on the device. ``residual``: fp32; it is added to the values, and becomes what the codec
+        does not give back of them. The bits are those of the codec on the host.
         """
         ...
 

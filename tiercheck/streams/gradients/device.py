@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,20 @@ from tiercheck.errors import CapacityExceeded, ConfigurationError
 from tiercheck.format.container import ShardWriter
 from tiercheck.format.header import round_up
 from tiercheck.kernels.reference.scale_search import FOUND_NBYTES, SAMPLED_TENSORS_MAX
-from tiercheck.streams.codecs import DTYPES, Codec, Encoding, Part
+from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Encoding, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.gradients.room import GradientRoom
-from tiercheck.streams.gradients.staged import HostMemory, Landing, Ring, Staged, is_direct, parts_of
+from tiercheck.streams.gradients.staged import HostMemory, Landing, Ring, Staged, parts_of
 from tiercheck.streams.records.record_names import gradient_name
 from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
 
-__all__ = ["DeviceGradients", "OnDevice"]
+__all__ = ["DeviceGradients", "OnDevice", "block_codec"]
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +48,30 @@ class OnDevice:
     """What all records of a rank have in common."""
 
     def __init__(
-        self, device: Device, codec: Codec, room: GradientRoom, nbytes_max: int, narrowed: Collection[str] = ()
+        self,
+        device: Device,
+        codec: Codec,
+        room: GradientRoom,
+        nbytes_max: int,
+        narrowed: Collection[str] = (),
+        residual_sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """``nbytes_max``: of the staging. ``narrowed``: the masters whose fp32 gradients are said to be bf16 numbers
-        times one scale. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be
+        times one scale. ``residual_sizes``: elements that the device is to keep by master, if the codec is a block
+        codec with feedback. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be
         compiled."""
         self.device = device
         self.codec = codec
         self.room = room
         self.narrowed = frozenset(narrowed) if type(codec) is Exact else frozenset()
         """Those of which that has held so far."""
-        if isinstance(codec, BlockCodec):
-            device.prepare(codec.name)
+        self.blocks = block_codec(codec)
+        """The codec of the device's own, if it encodes."""
+        if self.blocks is not None:
+            device.prepare(self.blocks.name)
         elif self.narrowed:
             self._prepare_to_narrow()
+        self.residuals = DeviceResiduals(device, residual_sizes)
         self.ring = Ring(device, nbytes_max, room.nbytes_most)
         self.hosts = HostMemory(device)
         log.info(
@@ -69,6 +81,16 @@ class OnDevice:
             bytes_text(self.ring.chunk_nbytes),
         )
 
+    def is_direct(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether what is stored of a gradient is made on the device, as it is or by a block codec."""
+        if not self.device.holds(gradient):
+            return False
+        dtype = NAMES[gradient.dtype]
+        if type(self.codec) is Exact:
+            return dtype == self.room.dtypes[name] or dtype != "F32"
+        by_device = isinstance(self.codec, BlockCodec) or name in self.residuals.of
+        return self.blocks is not None and dtype in FLOATS and by_device
+
     def _prepare_to_narrow(self) -> None:
         try:
             self.device.prepare(self.codec.name)
@@ -77,13 +99,51 @@ class OnDevice:
             self.narrowed = frozenset()
 
 
+class DeviceResiduals:
+    """What a codec has not given back of gradients so far, in the device's memory: fp32, four bytes an element."""
+
+    def __init__(self, device: Device, sizes: Mapping[str, int]) -> None:
+        """Errors: ``CapacityExceeded``."""
+        total = sum(sizes.values())
+        purpose = "for what +feedback keeps: gpu_feedback=False has it kept, and gradients encoded, on the host"
+        self._memory = device.memory(4 * total, purpose).view(torch.float32) if total else None
+        self.of: dict[str, torch.Tensor] = {}
+        """By master."""
+        at = 0
+        for name, size in sizes.items():
+            assert self._memory is not None
+            self.of[name] = self._memory[at : at + size]
+            at += size
+        self._begun_at: int | None = None
+
+    def begin(self, bases_begun: int) -> Callable[[], None] | None:
+        """The next record comes after so many bases. What the device must do before it is encoded, if anything: they
+        begin at zero with each base."""
+        memory = self._memory
+        if memory is None or self._begun_at == bases_begun:
+            return None
+        self._begun_at = bases_begun
+
+        def clear() -> None:
+            memory.zero_()
+
+        return clear
+
+
 class DeviceGradients:
     """Of one record. Training's thread calls :meth:`send` and :meth:`end`; the rest is for the thread that closes."""
 
     def __init__(
-        self, common: OnDevice, writer: ShardWriter, memory: memoryview, version: int, late: Sequence[Comparison]
+        self,
+        common: OnDevice,
+        writer: ShardWriter,
+        memory: memoryview,
+        version: int,
+        late: Sequence[Comparison],
+        bases_begun: int = 0,
     ) -> None:
-        """``late``: if any of them differ, something wrote to the state after the version before was published."""
+        """``late``: if any of them differ, something wrote to the state after the version before was published.
+        ``bases_begun``: before this record."""
         self.sent: frozenset[str] = frozenset()
         """The masters whose gradients have come."""
         self._common = common
@@ -96,6 +156,7 @@ class DeviceGradients:
         self._narrowed: dict[str, str] = {}
         """By master, the name under which what was found of its scale lands on the host."""
         self._late = late
+        self._bases_begun = bases_begun
         self._comparisons: Sequence[Comparison] = ()
 
     @property
@@ -105,23 +166,21 @@ class DeviceGradients:
 
     def send(self, gradients: Mapping[str, torch.Tensor], nbytes_most: int) -> None:
         """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent."""
-        codec, expected, known = self._common.codec, self._common.room.dtypes, self._common.narrowed
-        narrowed = {name for name, each in gradients.items() if name in known and each.dtype is torch.float32}
-        direct = {
-            name: each
+        common, holds = self._common, self._common.device.holds
+        narrowed = {
+            name
             for name, each in gradients.items()
-            if self._staged.is_pinned
-            and self._common.device.holds(each)
-            and (name in narrowed or is_direct(codec, NAMES[each.dtype], expected[name]))
+            if name in common.narrowed and each.dtype is torch.float32 and holds(each)
         }
-        planned = {name: parts_of(codec, each, narrowed=name in narrowed) for name, each in direct.items()}
+        direct = {name: each for name, each in gradients.items() if name in narrowed or common.is_direct(name, each)}
+        planned = {name: parts_of(each, common.blocks, narrowed=name in narrowed) for name, each in direct.items()}
         needed = sum(round_up(part.nbytes) for parts in planned.values() for part in parts)
         assert self._writer is not None
         if self._writer.nbytes + needed > nbytes_most:
             raise CapacityExceeded(
                 f"the gradients take {needed} bytes more, and would end behind byte {nbytes_most} of the record"
             )
-        found = self._common.device.memory(FOUND_NBYTES) if narrowed.intersection(direct) else None
+        found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if narrowed else None
         landings = [
             self._landing(self._writer, name, each, planned[name], found if name in narrowed else None)
             for name, each in direct.items()
@@ -129,12 +188,12 @@ class DeviceGradients:
         host = {name: each for name, each in gradients.items() if name not in direct}
         if found is not None:
             scales = f"{SCALES}{len(self.sent)}"
-            of = {name: each for name, each in direct.items() if name in narrowed}
-            self._narrowed.update(dict.fromkeys(of, scales))
-            self._staged.send(landings, partial(find_scale, self._common.device, list(of.values()), found))
+            self._narrowed.update(dict.fromkeys(narrowed, scales))
+            of = [gradients[name] for name in direct if name in narrowed]
+            self._staged.send(landings, partial(find_scale, common.device, of, found))
             host[scales] = found
         elif landings:
-            self._staged.send(landings)
+            self._staged.send(landings, common.residuals.begin(self._bases_begun))
         if host:
             self._staged.send_to_host(host)
         self.sent = self.sent.union(gradients)
@@ -172,9 +231,9 @@ class DeviceGradients:
         direct, self._direct = self._direct, {}
         found: dict[str, dict[str, Any]] = {}
         for name, (encoding, places) in direct.items():
-            if isinstance(self._common.codec, BlockCodec):
+            if (codec := self._common.blocks) is not None:
                 codes, scales = (self._array(part, start) for part, start in places)
-                nonfinite = self._common.codec.nonfinite(codes, scales, math.prod(encoding.shape))
+                nonfinite = codec.nonfinite(codes, scales, math.prod(encoding.shape))
                 encoding = replace(encoding, scalars={"nonfinite": nonfinite})
             elif name in self._narrowed:
                 scale, _ = found_in(self._staged.host[self._narrowed[name]])
@@ -205,18 +264,25 @@ class DeviceGradients:
         parts: Sequence[Part],
         found: torch.Tensor | None,
     ) -> Landing:
-        codec = self._common.codec
+        codec, residual = self._common.blocks, self._common.residuals.of.get(name)
         starts: list[int] = []
         for part in parts:
             slot = writer.slot(gradient_name(self._version, name, part.suffix), part.dtype, part.shape)
             starts.append(writer.nbytes - slot.nbytes)
         suffixes, shape = tuple(part.suffix for part in parts), tuple(gradient.shape)
-        encoding = Encoding(codec.text, NAMES[gradient.dtype], shape, suffixes)
+        text = (codec or self._common.codec).text
+        encoding = Encoding(text, NAMES[gradient.dtype], shape, suffixes)
         self._direct[name] = encoding, list(zip(parts, starts, strict=True))
-        return Landing(gradient, tuple(starts), codec if isinstance(codec, BlockCodec) else None, found)
+        return Landing(gradient, tuple(starts), codec, found, residual)
 
     def _array(self, part: Part, start: int) -> Any:
         return np.frombuffer(self._memory[start : start + part.nbytes], DTYPES[part.dtype])
+
+
+def block_codec(codec: Codec) -> BlockCodec | None:
+    """The block codec that this is, or to which it adds feedback."""
+    inner = codec.codec if isinstance(codec, Feedback) else codec
+    return inner if isinstance(inner, BlockCodec) else None
 
 
 def find_scale(device: Device, gradients: Sequence[torch.Tensor], found: torch.Tensor) -> None:

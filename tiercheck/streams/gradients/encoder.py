@@ -9,13 +9,14 @@ What an approximate codec leaves out of a gradient is lost to a replay. Two thin
   the replay of the recorded gradients is the training itself, bit for bit. Source: LowDiff (2025), which reuses the
   compressed gradients of the training as differential checkpoints.
 
-A residual is fp32, one element for each of its master's, in host memory: four bytes a parameter.
+A residual is fp32, one element for each of its master's: four bytes a parameter. It is in host memory, or in a GPU's if
+that encodes (:class:`~tiercheck.streams.gradients.device.DeviceResiduals`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -78,6 +79,11 @@ class GradientEncoder:
         """What has not been encoded yet of each master's gradients so far, live: 1-D, fp32. Empty without error
         feedback."""
         return MappingProxyType(self._residuals)
+
+    def give_up_residuals(self, names: Iterable[str]) -> dict[str, int]:
+        """Somebody else keeps those of these masters, and encodes their gradients. Returns how many elements each
+        has."""
+        return {name: self._residuals.pop(name).size for name in names if name in self._residuals}
 
     def encode(self, name: str, gradient: torch.Tensor, *, seed: int, slot: Slot) -> Encoding:
         """Encode the gradient of the master ``name`` into memory from ``slot``. If training uses the compressed

@@ -8,10 +8,10 @@ A gradient goes to one of two places:
 
 - **into the record itself**, in pinned memory of the first tier, if what is stored of it has a length that is known
   beforehand: as it is (``exact``); as the bf16 numbers that mixed precision has computed before it widened and scaled
-  them; or as the codes of a block codec (``int8``, ``nf4``, ``onebit`` without feedback). Kernels make them on the
-  device;
+  them; or as the codes of a block codec (``int8``, ``nf4``, ``onebit``; with feedback, if the device keeps the
+  residuals). Kernels make them on the device. If the tier's memory is not pinned, they go by way of pinned host memory;
 - **into pinned host memory** as it is, from where it is encoded when the record is closed, beside training: for every
-  other codec; for fp32 gradients that ``exact`` is expected to store as fp16; and if the tier's memory is not pinned.
+  other codec; and for fp32 gradients that ``exact`` is expected to store as fp16.
 
 That fp32 gradients are bf16 numbers times one scale is believed of those of which the provider says so
 (:meth:`~tiercheck.streams.tensors.provider.StateProvider.gradient_dtypes`), and checked: if a single value is not given
@@ -22,20 +22,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from tiercheck.format.header import round_up
-from tiercheck.streams.codecs import FLOATS, Codec, Part
+from tiercheck.streams.codecs import Part
 from tiercheck.streams.codecs.blocks import BlockCodec
-from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.device.protocol import Device, Event
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
 
-__all__ = ["CHUNK_NBYTES", "Flight", "Landing", "Ring", "Staged", "is_direct"]
+__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Landing", "Ring", "Staged", "parts_of"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,8 @@ class Landing:
     """``None``: it is copied as it is, or narrowed."""
     found: torch.Tensor | None = None
     """What :meth:`Device.find_scale` has written, if it is narrowed to bf16."""
+    residual: torch.Tensor | None = None
+    """What the codec has not given back of those before, if the device keeps that: fp32, 1-D."""
 
     def nbytes(self, elements: int) -> tuple[int, ...]:
         """Of each part, for so many elements from a block's beginning on."""
@@ -122,7 +123,7 @@ class Ring:
         most = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
         self._count = min(most, max(CHUNKS_MIN, -(-record_nbytes // self.chunk_nbytes) + 1))
         self._device = device
-        self._memory = device.memory(self.nbytes)
+        self._memory = device.memory(self.nbytes, "to stage gradients in: lower gpu_staging_bytes")
         self._encoding = device.side("gradients")
         self._copying = device.side("copies")
         self._emptied: list[Event | None] = [None] * self._count
@@ -237,7 +238,8 @@ def fill(pieces: Sequence[Piece], memory: torch.Tensor, device: Device) -> None:
             sources.append(values)
         else:
             codes, scales = places
-            device.quantise(landing.codec.name, values.float().contiguous(), codes, scales)
+            kept = None if landing.residual is None else landing.residual[piece.start : piece.stop]
+            device.quantise(landing.codec.name, values.contiguous(), codes, scales, kept)
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -246,14 +248,6 @@ def copy_out(copies: Sequence[Copy], memory: torch.Tensor, target: torch.Tensor)
     for each in copies:
         into = target[each.target : each.target + each.nbytes]
         into.copy_(memory[each.source : each.source + each.nbytes], non_blocking=True)
-
-
-def is_direct(codec: Codec, dtype: str, expected: str) -> bool:
-    """Whether what is stored of a gradient is made on the device. ``expected``: the dtype in which ``exact`` is
-    expected to store it."""
-    if type(codec) is Exact:
-        return dtype == expected or dtype != "F32"
-    return isinstance(codec, BlockCodec) and dtype in FLOATS
 
 
 class Staged:
@@ -269,13 +263,29 @@ class Staged:
         self._pinned = pinned
         self.is_pinned = pinned(self._record)
         self._flights: list[tuple[Flight, torch.Tensor]] = []
+        self._due: list[tuple[torch.Tensor, int]] = []
+        """Parts of the record that land in pinned memory, and where they begin in the record."""
         self._borrowed: list[torch.Tensor] = []
         self.host: dict[str, torch.Tensor] = {}
         """What lands in host memory as it is, by name."""
 
     def send(self, landings: Sequence[Landing], first: Callable[[], None] | None = None) -> None:
-        """Into the record."""
-        self._flights.append((self._ring.send(landings, self._record, first), self._record))
+        """Into the record, in which their parts lie behind one another. Errors: ``CapacityExceeded`` if it is not
+        pinned, and no other memory can be."""
+        target = self._record
+        if not self.is_pinned:
+            parts = [
+                (at, nbytes)
+                for each in landings
+                for at, nbytes in zip(each.parts, each.nbytes(each.tensor.numel()), strict=True)
+            ]
+            start, end = min(at for at, _ in parts), max(at + nbytes for at, nbytes in parts)
+            host = self._hosts.borrow(end - start)
+            self._borrowed.append(host)
+            target = host[: end - start]
+            self._due += [(target[at - start : at - start + nbytes], at) for at, nbytes in parts]
+            landings = [replace(each, parts=tuple(at - start for at in each.parts)) for each in landings]
+        self._flights.append((self._ring.send(landings, target, first), target))
 
     def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Into pinned host memory. Errors: ``CapacityExceeded``."""
@@ -298,6 +308,9 @@ class Staged:
         flights, self._flights = self._flights, []
         for flight, target in flights:
             flight.land(target)
+        due, self._due = self._due, []
+        for part, start in due:
+            self._record[start : start + part.numel()].copy_(part)
 
     def moved(self, memory: memoryview) -> None:
         """The record goes on in other memory, and what has landed was copied there."""
@@ -307,6 +320,7 @@ class Staged:
     def close(self) -> None:
         """Everything has landed, and was taken. Idempotent."""
         self.host.clear()
+        self._due.clear()
         for each in self._borrowed:
             self._hosts.give_back(each)
         self._borrowed.clear()
@@ -337,10 +351,8 @@ def whole(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def parts_of(codec: Codec, tensor: torch.Tensor, *, narrowed: bool) -> tuple[Part, ...]:
-    """What is stored of a gradient that :func:`is_direct`, or ``narrowed``."""
-    if narrowed:
-        return (Part("", "BF16", tuple(tensor.shape)),)
-    if isinstance(codec, BlockCodec):
+def parts_of(tensor: torch.Tensor, codec: BlockCodec | None, *, narrowed: bool) -> tuple[Part, ...]:
+    """What the device makes of a gradient: codes, bf16 numbers, or its own."""
+    if codec is not None:
         return codec.parts(tensor.numel())
-    return (Part("", NAMES[tensor.dtype], tuple(tensor.shape)),)
+    return (Part("", "BF16" if narrowed else NAMES[tensor.dtype], tuple(tensor.shape)),)

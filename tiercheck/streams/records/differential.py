@@ -40,7 +40,7 @@ from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half,
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.gradients.device import DeviceGradients, OnDevice
+from tiercheck.streams.gradients.device import DeviceGradients, OnDevice, block_codec
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
 from tiercheck.streams.gradients.gathered import Gathered, GatheredGradients, check_trained
 from tiercheck.streams.gradients.room import GradientRoom
@@ -162,7 +162,8 @@ class DifferentialCapture(IterationCapture):
         self._on_device: DeviceGradients | None = None
         if stream.on_device is not None:
             late = stream.comparisons()
-            self._on_device = DeviceGradients(stream.on_device, self._writer, memory, key.first, late)
+            common = stream.on_device
+            self._on_device = DeviceGradients(common, self._writer, memory, key.first, late, self._base)
 
     def move(self, memory: memoryview) -> None:
         if self._on_device:
@@ -345,7 +346,7 @@ class DifferentialCapture(IterationCapture):
 class DifferentialStream(IterationStream):
     """What one rank's differentials have in common: the codec, the room they take, what was recorded last.
 
-    ``train_on_compressed``, ``encode_threads``, ``gpu_staging_bytes``: see
+    ``train_on_compressed``, ``encode_threads``, ``gpu_staging_bytes``, ``gpu_feedback``: see
     :class:`~tiercheck.config.CheckpointConfig`. Gradients on a GPU are closed beside training, unless training uses the
     compressed ones: then it waits for them. Errors: ``CapacityExceeded`` if the GPU has no memory for the staging;
     ``ConfigurationError`` for a codec that there is not, that cannot encode a master's dtype, or that does not
@@ -361,6 +362,7 @@ class DifferentialStream(IterationStream):
         train_on_compressed: bool = False,
         encode_threads: int = 1,
         gpu_staging_bytes: int = CheckpointConfig.gpu_staging_bytes,
+        gpu_feedback: bool = CheckpointConfig.gpu_feedback,
         device: Device | None = None,
     ) -> None:
         self.masters = {
@@ -384,7 +386,13 @@ class DifferentialStream(IterationStream):
         """What takes gradients on a device, if records are closed beside training."""
         if self.device is not None and self.defers:
             narrowed = [name for name, each in expected.items() if each == "BF16" and self.masters[name].dtype == "F32"]
-            self.on_device = OnDevice(self.device, self.encoder.codec, self.room, gpu_staging_bytes, narrowed)
+            kept: dict[str, int] = {}
+            if gpu_feedback and block_codec(self.encoder.codec) is not None:
+                kept = self.encoder.give_up_residuals(
+                    [name for name, each in provider.masters().items() if self.device.holds(each)]
+                )
+            codec_there, room = self.encoder.codec, self.room
+            self.on_device = OnDevice(self.device, codec_there, room, gpu_staging_bytes, narrowed, kept)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
         return ShardKey.differential(generation, version, version, rank)

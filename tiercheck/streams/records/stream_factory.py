@@ -26,6 +26,7 @@ def stream_of(
     train_on_compressed: bool = False,
     encode_threads: int = 1,
     gpu_staging_bytes: int = CheckpointConfig.gpu_staging_bytes,
+    gpu_feedback: bool = CheckpointConfig.gpu_feedback,
 ) -> IterationStream:
     """What is recorded of every iteration. The arguments are those of :class:`~tiercheck.config.CheckpointConfig`.
 
@@ -45,6 +46,7 @@ def stream_of(
         train_on_compressed=train_on_compressed,
         encode_threads=encode_threads,
         gpu_staging_bytes=gpu_staging_bytes,
+        gpu_feedback=gpu_feedback,
     )
 
 

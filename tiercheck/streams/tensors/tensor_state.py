@@ -79,6 +79,7 @@ class TensorState:
             train_on_compressed=self._config.train_on_compressed,
             encode_threads=self._config.encode_threads,
             gpu_staging_bytes=self._config.gpu_staging_bytes,
+            gpu_feedback=self._config.gpu_feedback,
         )
 
     def reader(self) -> TensorReader:

@@ -26,7 +26,8 @@ from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 
 SEEDS = range(25)
 SHAPES = {"one": (7, 9), "two": (2300,), "three": (1,), "none": (0,)}
-CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", "int8+feedback"]
+FED_BACK = ["int8+feedback", "nf4+feedback", "onebit+feedback"]
+CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", *FED_BACK]
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +85,15 @@ def records(
     kind: type[DeviceState] = Values,
     dtype: torch.dtype = torch.float32,
     parts: int = 1,
+    base_after: int = 0,
+    **options: bool,
 ) -> None:
     """Three records of a loop on a stream of its own, which overwrites each gradient right after the hook, and lets
-    others have its memory."""
+    others have its memory. ``base_after``: a base is begun after this version."""
     state = kind(device, dtype=dtype, shapes=SHAPES)
-    stream = DifferentialStream(state, codec, 1, device=device, gpu_staging_bytes=1)
+    stream = DifferentialStream(state, codec, 1, device=device, gpu_staging_bytes=1, **options)
     residuals: dict[str, np.ndarray[Any, Any]] = {}
+    residuals_later: dict[str, np.ndarray[Any, Any]] = {}
     training, backward = device.side("training"), device.side("backward")
     late: list[Callable[[], bool]] = []
     made: list[bool] = []
@@ -116,12 +120,15 @@ def records(
             close = record.later(skipped=False)
             assert close is not None
             stream.mark_published()
-            late.append(partial(closed, device, stream, record, close, version, codec, true, residuals))
+            if version == base_after:
+                stream.mark_recorded()
+            begun = residuals if version <= base_after or not base_after else residuals_later
+            late.append(partial(closed, device, stream, record, close, version, codec, true, begun))
             if len(late) == 2:
                 made.append(late.pop(0)())
         made += [each() for each in late]
-    pinned_in_vain = kind is ExpectsInVain and device.pins
-    assert made == ([False, False, True] if pinned_in_vain else [True] * 3), "two are on their way before it is known"
+    in_vain = kind is ExpectsInVain
+    assert made == ([False, False, True] if in_vain else [True] * 3), "two are on their way before it is known"
     device.finish()
     state.check_now()
 
@@ -221,14 +228,25 @@ def test_a_record_holds_what_the_step_was_given(seed: int, kind: type[DeviceStat
 
 @pytest.mark.parametrize("seed", range(8))
 def test_memory_that_is_not_pinned_is_gone_round(seed: int) -> None:
-    records(Reordering(seed, pins=False))
-    records(Reordering(seed, pins=False), codec="nf4")
+    for codec in ("exact", "nf4", "sparse", "int8+feedback"):
+        records(Reordering(seed, pins=False), codec=codec)
+    for kind in (ExpectsScaled, ExpectsFloat16, ExpectsInVain):
+        records(Reordering(seed, pins=False), kind=kind)
+
+
+@pytest.mark.parametrize("codec", FED_BACK)
+@pytest.mark.parametrize("gpu_feedback", [True, False])
+@pytest.mark.parametrize("pins", [True, False])
+def test_what_is_fed_back_begins_anew_with_a_base(codec: str, gpu_feedback: bool, pins: bool) -> None:
+    for seed in range(4):
+        device = Reordering(seed, pins=pins)
+        records(device, codec=codec, base_after=1 + seed % 2, parts=1 + seed % 2, gpu_feedback=gpu_feedback)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": Rough}, {"kind": ExpectsFloat16}, {"kind": ExpectsScaled}, {"codec": "nf4"}],
-    ids=["direct", "by host", "narrowed", "nf4"],
+    [{"kind": Rough}, {"kind": ExpectsFloat16}, {"kind": ExpectsScaled}, {"codec": "nf4"}, {"codec": "nf4+feedback"}],
+    ids=["direct", "by host", "narrowed", "nf4", "feedback"],
 )
 def test_every_wait_of_a_record_is_needed(options: dict[str, Any]) -> None:
     assert uncovered(partial(records, **options), range(30)) == []
