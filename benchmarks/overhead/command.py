@@ -101,7 +101,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
                 framework, size, codec = of.split(".")
                 found = asyncio.run(on_gpu.step_figure(framework, size, codec, arguments.pairs, arguments.memory))
             else:
-                found = asyncio.run(on_gpu.copy_figure(arguments.pairs))
+                found = asyncio.run(on_gpu.COPIES[name](arguments.pairs))
         except Exception as error:  # noqa: BLE001  (the others are measured all the same)
             failed = 1
             report.figure({"figure": name, "failed": f"{type(error).__name__}: {error}"})

@@ -152,7 +152,7 @@ def show_gpu(console: Console, found: GpuDiagnosis) -> None:
     facts.add_row("CUDA", f"driver for {found.driver}, runtime {found.runtime or 'not installed as a package'}")
     facts.add_row("into memory", f"{bytes_text(int(found.pageable_bytes_per_s))}/s")
     pinned = f"{bytes_text(int(found.pinned_bytes_per_s))}/s"
-    facts.add_row("into pinned memory", found.pinning_obstacle or pinned)
+    facts.add_row("into pinned shared memory", found.pinning_obstacle or pinned)
     console.print(facts)
 
 

@@ -1,15 +1,18 @@
 """The GPU of this machine: what it is, whether memory can be pinned for it, and how fast it copies to the host.
 
-By the CUDA driver library alone, so that it works without torch and CuPy. Source: the CUDA driver API, "Memory
-Management" (``cuMemHostAlloc``, ``cuMemcpyDtoH``) and "Device Management".
+By the CUDA driver library alone, so that it works without torch and CuPy. What is pinned is shared memory, as that of
+the first tier: it is registered page by page, and need not be as fast as what the driver allocates itself. Source: the
+CUDA driver API, "Memory Management" (``cuMemHostRegister``, ``cuMemcpyDtoH``) and "Device Management".
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from types import TracebackType
@@ -43,7 +46,7 @@ class Gpu(Protocol):
     @property
     def memory_nbytes(self) -> int: ...
     def copy_s(self, nbytes: int, *, pinned: bool) -> float:
-        """Seconds that a copy to the host takes: into pinned memory, or into ordinary memory."""
+        """Seconds that a copy to the host takes: into pinned shared memory, or into ordinary memory."""
         ...
 
 
@@ -59,7 +62,7 @@ class GpuDiagnosis:
     """The version of the CUDA runtime that is installed as a package; empty if none is."""
     memory_nbytes: int = 0
     pinned_bytes_per_s: float = 0.0
-    """From the device into pinned memory; 0 if memory cannot be pinned."""
+    """From the device into pinned shared memory; 0 if memory cannot be pinned."""
     pageable_bytes_per_s: float = 0.0
     pinning_obstacle: str = ""
 
@@ -149,20 +152,30 @@ class CudaGpu:
 
     def copy_s(self, nbytes: int, *, pinned: bool) -> float:
         """The copy returns when it has ended."""
-        there, here = ctypes.c_uint64(), ctypes.c_void_p()
-        ordinary = None if pinned else ctypes.create_string_buffer(nbytes)  # zeros: its pages are there
-        self._call("cuMemAlloc_v2", ctypes.byref(there), ctypes.c_size_t(nbytes))
+        there = ctypes.c_uint64()
+        with self._pinned(nbytes) if pinned else nullcontext(ctypes.create_string_buffer(nbytes)) as here:
+            self._call("cuMemAlloc_v2", ctypes.byref(there), ctypes.c_size_t(nbytes))
+            try:
+                began = time.perf_counter()
+                self._call("cuMemcpyDtoH_v2", here, there, ctypes.c_size_t(nbytes))
+                return time.perf_counter() - began
+            finally:
+                self._driver.cuMemFree_v2(there)
+
+    @contextmanager
+    def _pinned(self, nbytes: int) -> Iterator[ctypes.Array[ctypes.c_char]]:
+        fd = os.memfd_create("tiercheck-doctor")
         try:
-            if pinned:
-                self._call("cuMemHostAlloc", ctypes.byref(here), ctypes.c_size_t(nbytes), 0)
-            target = ordinary if ordinary is not None else here
-            began = time.perf_counter()
-            self._call("cuMemcpyDtoH_v2", target, there, ctypes.c_size_t(nbytes))
-            return time.perf_counter() - began
+            os.posix_fallocate(fd, 0, nbytes)
+            mapping = mmap.mmap(fd, nbytes)
         finally:
-            if here.value:
-                self._driver.cuMemFreeHost(here)
-            self._driver.cuMemFree_v2(there)
+            os.close(fd)
+        here = (ctypes.c_char * nbytes).from_buffer(mapping)  # it is unmapped when nobody has this any more
+        self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(nbytes), 0)
+        try:
+            yield here
+        finally:
+            self._driver.cuMemHostUnregister(here)
 
     def _int(self, name: str, *arguments: Any) -> int:
         value = ctypes.c_int()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tiercheck import keys
@@ -41,7 +42,7 @@ from tiercheck.format.header import (
     worst_case_nbytes,
 )
 from tiercheck.format.host_state import pack, unpack
-from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
+from tiercheck.format.layout import ShardLayout, object_spec, tensor_name, tensor_spec
 from tiercheck.format.parts import Digests, Part, checksums_of, parts_of
 from tiercheck.format.recurring import Checksums, Recurring
 from tiercheck.types import Buffer
@@ -127,12 +128,15 @@ def payload(
     checksums: dict[str, str] = {}
     buffers: list[Buffer] = []
     for entry in tensors:
-        _, gap = layout.append(tensor_spec(entry.name, entry.dtype, entry.shape))
+        spec = tensor_spec(entry.name, entry.dtype, entry.shape)
+        gap = layout.gap_before(spec)
+        layout.append(spec, gap)
         checksums[entry.name] = entry.checksum or checksum_of(entry.data)
         buffers += [memoryview(_ZEROS)[:gap], entry.data]
     for name, value in (objects or {}).items():
         packed = packed_object(name, value)
-        extent, _ = layout.append(object_spec(name, len(packed.data)))
+        spec = object_spec(name, len(packed.data))
+        extent = layout.append(spec, layout.gap_before(spec))
         checksums[extent.spec.name] = packed.checksum or checksum_of(packed.data)
         buffers.append(packed.data)
     header = encode_header(metadata, layout.with_checksums(checksums))
@@ -144,7 +148,13 @@ def header_room(
 ) -> int:
     """Bytes to reserve for the header of a shard with these tensors, object names and notes, whatever its
     version, the order of its tensors and their offsets, and however they are shrunk later."""
-    return worst_case_nbytes(tensors, objects, notes or {})
+    return _header_room(tuple(tensors), tuple(objects), tuple((notes or {}).items()))
+
+
+@lru_cache(maxsize=16)
+def _header_room(tensors: tuple[TensorSpec, ...], objects: tuple[str, ...], notes: tuple[tuple[str, str], ...]) -> int:
+    """What a job writes has the same tensors from version to version."""
+    return worst_case_nbytes(tensors, objects, dict(notes))
 
 
 def shard_nbytes(
@@ -202,6 +212,10 @@ class ShardWriter:
         reservation ends first. Either leaves the writer as it was.
         """
         return self._place(tensor_spec(name, dtype, shape))
+
+    def slots(self, specs: Iterable[TensorSpec]) -> dict[str, memoryview]:
+        """:meth:`slot` for each of these, by name. Errors: as of that; those before the one that failed are placed."""
+        return {tensor_name(spec.name): self._place(spec) for spec in specs}
 
     def recurring(self, tensors: Recurring, stamp: str) -> memoryview:
         """The writable bytes of all these tensors, which come first; fill them before ``finish``, but for the gaps
@@ -269,10 +283,9 @@ class ShardWriter:
 
     def _place(self, spec: TensorSpec) -> memoryview:
         self._check_open()
-        gap = self._layout.gap_before(spec)
-        self._check_room(self.nbytes + gap + spec.nbytes, repr(spec.name))
-        start = self.nbytes
-        extent, gap = self._layout.append(spec)
+        start, gap = self.nbytes, self._layout.gap_before(spec)
+        self._check_room(start + gap + spec.nbytes, repr(spec.name))
+        extent = self._layout.append(spec, gap)
         self._buffer[start : start + gap] = _ZEROS[:gap]
         return self._view(extent)
 

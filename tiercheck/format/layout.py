@@ -29,9 +29,8 @@ class ShardLayout:
         aligned = spec.name.startswith(OBJECT_PREFIX) or not spec.nbytes
         return 0 if aligned else round_up(self.nbytes) - self.nbytes
 
-    def append(self, spec: TensorSpec) -> tuple[Extent, int]:
-        """The extent of the next tensor, and the bytes of padding put in front of it."""
-        gap = self.gap_before(spec)
+    def append(self, spec: TensorSpec, gap: int) -> Extent:
+        """The extent of the next tensor. ``gap``: what :meth:`gap_before` said of it."""
         if gap:
             self._extents.append(Extent.padding(self._paddings, self.nbytes, gap))
             self._paddings += 1
@@ -39,7 +38,7 @@ class ShardLayout:
         self._names.add(spec.name)
         self._extents.append(extent)
         self.nbytes = extent.stop
-        return extent, gap
+        return extent
 
     def fill(self, nbytes: int) -> None:
         """So many bytes of padding at the end."""

@@ -36,11 +36,11 @@ int cuMemAlloc_v2(unsigned long long *there, size_t nbytes) {
     *there = (unsigned long long)calloc(1, nbytes); live++; return 0;
 }
 int cuMemFree_v2(unsigned long long there) { free((void *)there); live--; return 0; }
-int cuMemHostAlloc(void **here, size_t nbytes, unsigned flags) {
+int cuMemHostRegister_v2(void *here, size_t nbytes, unsigned flags) {
     if (getenv("FAKE_NO_PINNING")) return 2;
-    *here = malloc(nbytes); live++; return flags;
+    memset(here, 1, nbytes); live++; return flags;
 }
-int cuMemFreeHost(void *here) { free(here); live--; return 0; }
+int cuMemHostUnregister(void *here) { live--; return !here; }
 int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t nbytes) { memcpy(to, (void *)from, nbytes); return 0; }
 int cuGetErrorString(int code, const char **text) {
     *text = code == 100 ? "no CUDA-capable device is detected" : "out of memory"; return 0;
@@ -57,7 +57,7 @@ class FakeGpu:
 
     def copy_s(self, nbytes: int, *, pinned: bool) -> float:
         if pinned and not self.pins:
-            raise GpuError("cuMemHostAlloc: out of memory")
+            raise GpuError("cuMemHostRegister_v2: out of memory")
         return nbytes / (50e9 if pinned else 5e9)
 
 
@@ -74,7 +74,7 @@ def test_a_gpu_is_told_with_what_was_measured() -> None:
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:
     found = examine_gpu(lambda: opened(FakeGpu(pins=False)))
-    assert (found.pinned_bytes_per_s, found.pinning_obstacle) == (0, "cuMemHostAlloc: out of memory")
+    assert (found.pinned_bytes_per_s, found.pinning_obstacle) == (0, "cuMemHostRegister_v2: out of memory")
     assert costs_of(JobSize(1000), found, []) == []
 
 
@@ -106,7 +106,7 @@ class TestDriverLibrary:
         monkeypatch.setenv("FAKE_NO_PINNING", "1")
         found = examine_gpu(lambda: CudaGpu(str(library)))
         assert found.pageable_bytes_per_s > 0
-        assert found.pinning_obstacle == "cuMemHostAlloc: out of memory"
+        assert found.pinning_obstacle == "cuMemHostRegister_v2: out of memory"
         monkeypatch.setenv("FAKE_NO_DEVICE", "1")
         assert examine_gpu(lambda: CudaGpu(str(library))).obstacle == (
             "cuDeviceGet: no CUDA-capable device is detected"

@@ -6,7 +6,7 @@ streams; what it found is asked for when the record or base that depends on it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -69,32 +69,49 @@ class DeviceSamples:
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], device: Device) -> None:
         self._device = device
         self._side = device.side("samples")
-        self._names = names
-        pieces = [list(pieces_of(each)) for each in tensors]
-        self._nbytes = [sum(piece.numel() for piece in each) for each in pieces]
-        self._pieces = [piece for each in pieces for piece in each]
+        self._groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        """Views of elements: those of one dtype are brought together by one call."""
+        alike: dict[torch.dtype, list[tuple[str, int]]] = {}
+        for name, tensor in zip(names, tensors, strict=True):
+            views = elements_of(tensor)
+            self._groups.setdefault(tensor.dtype, []).extend(views)
+            nbytes = tensor.element_size() * sum(view.numel() for view in views)
+            alike.setdefault(tensor.dtype, []).append((name, nbytes))
+        sizes = [each for group in alike.values() for each in group]
+        self._names = [name for name, _ in sizes]
+        self._nbytes = [nbytes for _, nbytes in sizes]
 
     def take(self, stream: Stream) -> Sample:
         """As of where ``stream`` is now."""
         host = self._device.pinned(sum(self._nbytes))
         joined: list[torch.Tensor] = []
-        pieces = self._pieces
-        stream.run(lambda: joined.append(torch.cat(pieces)))  # allocated in the stream that writes it
+        groups = list(self._groups.values())
+        stream.run(lambda: joined.extend(map(together, groups)))  # allocated in the stream that writes them
         self._side.wait(stream.record())
         self._side.run(lambda: copy_to(host, joined))
         return Sample(self._names, self._nbytes, joined, host, self._side.record())
 
 
+def together(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements' bytes, in new memory."""
+    joined = torch.cat(list(views)) if views else torch.empty(0)
+    return (torch.view_as_real(joined).view(-1) if joined.is_complex() else joined).view(torch.uint8)
+
+
 def copy_to(host: torch.Tensor, joined: Sequence[torch.Tensor]) -> None:
-    host.copy_(joined[0], non_blocking=True)
+    at = 0
+    for each in joined:
+        host[at : at + each.numel()].copy_(each, non_blocking=True)
+        at += each.numel()
 
 
-def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of single elements as bytes."""
-    flat, size = tensor.detach(), tensor.numel()
-    for at in sorted({(2 * each + 1) * size // (2 * SAMPLES) for each in range(SAMPLES)} if size else ()):
-        if tensor.is_contiguous():
-            element = flat.view(-1)[at : at + 1]
-        else:
-            element = flat[tuple(int(index) for index in torch.unravel_index(torch.tensor(at), flat.shape))].view(1)
-        yield (torch.view_as_real(element).view(-1) if element.is_complex() else element).view(torch.uint8)
+def elements_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views, 1-D, of elements that are spread over the tensor."""
+    tensor, size = tensor.detach(), tensor.numel()
+    if not tensor.is_contiguous():
+        places = sorted({(2 * each + 1) * size // (2 * SAMPLES) for each in range(SAMPLES)})
+        indices = (torch.unravel_index(torch.tensor(at), tensor.shape) for at in places)
+        return [tensor[tuple(int(each) for each in index)].view(1) for index in indices]
+    step = max(1, size // SAMPLES)
+    first = step // 2
+    return [tensor.view(-1)[first : first + SAMPLES * step : step][:SAMPLES]] if size else []

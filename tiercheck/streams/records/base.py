@@ -212,10 +212,11 @@ class BaseCapture:
         returns. The state may change from its return on, after :meth:`let_change`."""
         reading = self._reading
         self._fills = self._device is not None and self._device.is_pinned(torch.frombuffer(memory, dtype=torch.uint8))
-        for name, place in self._places_in(memory).items():
-            if reading is not None and name in self._on_device:
-                reading.copy(place, self._source(name))
-            else:
+        places = self._places_in(memory)
+        if reading is not None:
+            reading.copy_all((places[name], self._source(name)) for name in places if name in self._on_device)
+        for name, place in places.items():
+            if name not in self._on_device:
                 place.copy_(self._source(name))
         if reading is None:
             self.disturbed = bool(self._watch.written())
@@ -252,8 +253,8 @@ class BaseCapture:
         """Where each tensor is to be copied. Nobody may keep one of these beyond :meth:`finish`."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
         places: dict[str, torch.Tensor] = {}
-        for name, spec in self._specs.items():
-            slot = writer.slot(name, spec.dtype, spec.shape)
+        for name, slot in writer.slots(self._specs.values()).items():
+            spec = self._specs[name]
             places[name] = tensor_in(slot, spec.dtype, spec.shape, what=name)
             if name in self._expected or name in self._blocks:
                 self._hashed[name] = slot

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -74,8 +75,9 @@ def tensor_in(memory: memoryview, dtype: str, shape: Sequence[int], *, what: str
         return torch.empty(tuple(shape), dtype=kind)
     if memory.nbytes != torch.Size(shape).numel() * kind.itemsize:
         raise Corruption(f"{what} has {memory.nbytes} bytes, not those of {dtype} {tuple(shape)}")
-    with _reading():
-        return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
+    if memory.readonly:
+        _be_quiet()
+    return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
 
 
 def absent_tensor(dtype: str, shape: Sequence[int], *, what: str) -> torch.Tensor:
@@ -96,8 +98,8 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
     """The inverse of :func:`array_of`, over the array's memory."""
     kind = DTYPES[dtype]
-    with _reading():
-        tensor = torch.from_numpy(array)
+    _be_quiet()
+    tensor = torch.from_numpy(array)
     return tensor.view(kind) if kind in STAND_INS else tensor
 
 
@@ -134,9 +136,13 @@ def is_given(tensor: torch.Tensor) -> bool:
     return getattr(tensor, GIVEN, False)
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Torch has no read-only tensors, and warns of read-only memory; here nothing is written to it."""
+@cache
+def _be_quiet() -> None:
+    """Torch has no read-only tensors, and warns of read-only memory, once a process; here nothing is written to it. Let
+    that warning come now, and be seen by nobody: to catch it each time would take longer than all else."""
+    array = np.zeros(1, np.uint8)
+    array.flags.writeable = False
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
-        yield
+        warnings.simplefilter("ignore")
+        torch.frombuffer(bytes(1), dtype=torch.uint8)
+        torch.from_numpy(array)
