@@ -117,16 +117,22 @@ class CudaReplayTests:
         largest = {"max_exp_avg_sq": there[3]} if amsgrad else {}
         on_device = [machine.put(each) for each in gradients]
         cuda.replay_gpu_adam(*there[:3], on_device, steps, **arguments, **largest, stream=machine.stream)
-        # L2 decay brings that share of the parameter's own error into the moments.
         coupling = 0.0 if steps[0].decoupled else steps[0].weight_decay
         for actual, expected, begun in zip(there, state, start, strict=True):
             if rounding.scheme is Scheme.FAST and machine.stream is not None:
                 finite = np.isfinite(expected) & (np.abs(expected) > 1e-30)
-                # Each step rounds once more, by half a unit of a number that it may cancel nearly whole.
-                cancelled = np.abs(begun[finite]) + (0.0 if begun is start[0] else coupling * np.abs(start[0][finite]))
-                most = 2e-9 + 2e-5 * np.abs(expected[finite]) + len(steps) * 2.0**-24 * cancelled
+                most = rounding_errors(expected[finite], begun[finite], len(steps))
+                if begun is not start[0]:  # L2 decay brings that share of the parameter's own error into the moments
+                    most += coupling * rounding_errors(state[0][finite], start[0][finite], len(steps))
                 excess = np.abs(machine.get(actual)[finite] - expected[finite]) / most
                 assert np.all(excess <= 1), f"{rounding.name}: {excess.max()} times what rounding allows"
             else:
                 assert same(machine.get(actual), expected), rounding.name
             assert machine.intact(actual)
+
+
+def rounding_errors(ended: Floats, begun: Floats, steps: int) -> Floats:
+    """What approximate divisions and roots may make of a number. Each step rounds once more, by half a unit of a number
+    that it may cancel nearly whole."""
+    most: Floats = 2e-9 + 2e-5 * np.abs(ended) + steps * np.float32(2.0**-24) * np.abs(begun)
+    return most

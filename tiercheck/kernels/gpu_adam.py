@@ -11,7 +11,8 @@ candidate with a name. Which one an optimizer follows, if any, is found by exper
   operations, or as weighted sums. Source: torch, ``aten/src/ATen/native/cuda/fused_adam_utils.cuh``, ``adam_math``.
 - ``OPERATIONS``: torch's separate operations, ``foreach`` or one tensor at a time. Source: torch,
   ``torch/optim/adam.py``; ``aten/src/ATen/native/Lerp.h``; ``aten/src/ATen/native/cuda/DeviceAddCmulCdiv.cuh``. With
-  one tensor at a time, torch divides by a number by multiplying with its reciprocal (``BinaryDivTrueKernel.cu``).
+  one tensor at a time, torch divides by a number by multiplying with its reciprocal, which is taken in fp64
+  (``BinaryDivTrueKernel.cu``).
 - ``FAST``: DeepSpeed's ``FusedAdam``, compiled with ``--use_fast_math``: divisions and square roots are the device's
   approximations, and denormals are zero. No processor has those approximations, so only a GPU can replay it. Source:
   DeepSpeed, ``csrc/adam/multi_tensor_adam.cu`` and ``op_builder/fused_adam.py``.
@@ -182,7 +183,7 @@ class Scalars:
     root: np.float32
     """What the root of the second moment is divided by. Of FAST: what the second moment is divided by."""
     reciprocal: np.float32
-    """Of ``root``."""
+    """Of ``root``; of OPERATIONS of the fp64 number that was rounded to it."""
 
 
 def scalars_of(rounding: Rounding, step: AdamStep, powers: Powers) -> Scalars:
@@ -241,7 +242,7 @@ def of_operations(step: AdamStep) -> Scalars:
             step_size=c.negative_step_size,
             first=np.float32(1),
             root=c.root_correction,
-            reciprocal=np.float32(1) / c.root_correction,
+            reciprocal=np.float32(np.float64(1) / (1 - step.beta2 ** float(step.step)) ** 0.5),
         )
 
 

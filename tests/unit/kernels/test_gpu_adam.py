@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.gpu.inputs import adam_steps, gradient, powers_on_host, same
 from tiercheck import kernels
 from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gpu_adam import (
     FAST,
     FUSED,
@@ -170,3 +171,11 @@ def test_a_missing_power_changes_nothing(form: str) -> None:
             *state[:3], state[3:], adam_steps(1, amsgrad=True), rounding=OPERATIONS[0], powers=Powers()
         )
     assert all(np.all(each == 1) for each in state)
+
+
+def test_the_reciprocal_of_separate_operations_is_taken_in_fp64() -> None:
+    """As torch takes it (seen on a GPU): here that of the fp32 number is another one."""
+    step = AdamStep(step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True)
+    scalars = scalars_of(ROUNDINGS["operations.reciprocal"], step, Powers())
+    assert scalars.reciprocal == np.float32(1 / (1 - 0.999) ** 0.5)
+    assert scalars.reciprocal != np.float32(1) / scalars.root

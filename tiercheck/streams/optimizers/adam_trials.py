@@ -123,7 +123,7 @@ def near_ties(one: Wide, other: Wide) -> tuple[NDArray[np.intp], NDArray[np.intp
     """
     unit = 2.0**-23
     left, right = np.fmod(one, unit), np.fmod(other, unit)
-    order = np.argsort(right)
+    order = np.argsort(right, kind="stable")  # the same trials on every machine
     wanted = np.mod(unit / 2 + HALF_BIT - left, unit)
     place = np.clip(np.searchsorted(right[order], wanted), 1, right.size - 1)
     below, above = order[place - 1], order[place]
