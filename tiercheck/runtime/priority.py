@@ -1,5 +1,5 @@
-"""Standing back: an agent, or a process that folds, must not take from the trainers what they need, and must not starve
-either, since what waits for it in the end is a trainer.
+"""Standing back: an agent, a process that folds, or a thread that makes memory ready must not take from the trainers
+what they need, and must not starve either, since what waits for it in the end is a trainer.
 
 Measured under six busy processes a core, on the time to bring 45 MiB to disk: nice 10 takes about ten times as long
 as no lowering at all, nice 19 fifty to a hundred times. So nice 10, in the batch class, which never interrupts
@@ -13,11 +13,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["NICE", "ends_first_without_memory", "stand_back"]
+__all__ = ["NICE", "ends_first_without_memory", "stand_back", "standing_back"]
+
+T = TypeVar("T")
 
 NICE = 10
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273}
@@ -47,6 +51,13 @@ def stand_back(nice: int = NICE) -> str:
     return ", ".join(had) + (f"; refused: {', '.join(refused)}" if refused else "")
 
 
+def standing_back(work: Callable[[], T], name: str) -> T:
+    """What ``work`` returns or raises, in a thread of that name which has less claim to the processors. The caller's
+    own could not have it back: that takes a privilege."""
+    with ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_nice_if_allowed) as alone:
+        return alone.submit(work).result()
+
+
 def ends_first_without_memory() -> None:
     """Have the system end this process before all others if it runs out of memory. If it refuses, that does no
     harm."""
@@ -57,6 +68,11 @@ def ends_first_without_memory() -> None:
 def _nice(nice: int) -> None:
     # Whoever runs it may have lowered it further already.
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def _nice_if_allowed() -> None:
+    with suppress(OSError):
+        _nice(NICE)
 
 
 def _nice_session(nice: int) -> None:

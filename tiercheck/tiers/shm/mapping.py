@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
+from tiercheck.runtime.priority import standing_back
 from tiercheck.tiers.posix.direct import address_of
 from tiercheck.tiers.posix.directories.object_files import payload_bytes
 from tiercheck.tiers.posix.files import write_buffers
@@ -165,7 +166,10 @@ class MappedSegments:
 
     def prepare(self, nbytes: int, check: Check) -> None:
         """Put one more segment into the pool that costs nothing to reserve: backed, mapped, and pinned if there is a
-        GPU. What dead processes left is used. Errors: ``CapacityExceeded``."""
+        GPU. What dead processes left is used. Training comes first. Errors: ``CapacityExceeded``."""
+        standing_back(lambda: self._prepare(nbytes, check), "tiercheck prepare")
+
+    def _prepare(self, nbytes: int, check: Check) -> None:
         self.locality.apply()
         segment, region = self._prepared(nbytes, check)
         with self._lock:

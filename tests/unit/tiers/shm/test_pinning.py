@@ -77,6 +77,30 @@ async def test_what_is_made_ready_is_pinned_once(cuda: ctypes.CDLL, name: str) -
     assert calls(cuda) == ["unregister", "unregister", "release"]
 
 
+async def test_memory_that_was_needed_before_it_was_ready_is_pinned_when_it_is_used(
+    cuda: ctypes.CDLL, name: str
+) -> None:
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        await (await driver.reserve("opening", 6 * MIB)).publish()  # before anybody has said that there is a GPU
+        await driver.prepare_reservations([(4 * MIB, 1)])
+        calls(cuda)
+        held = [await driver.reserve(f"a{n}", 4 * MIB) for n in range(2)]
+        assert calls(cuda) == [], "one was ready, and nobody has asked for the other one"
+        for each in held:
+            assert len(each.buffer) > 4 * MIB, "with a margin, so that it can be used for what is somewhat longer"
+            assert each._segment._region.is_pinned  # type: ignore[attr-defined]
+            await each.publish()
+        assert calls(cuda) == ["register"]
+        await driver.delete(["opening", "a0", "a1"])
+        for nbytes in (6 * MIB, 4 * MIB + 5000, 4 * MIB - 5000):
+            again = await driver.reserve("b", nbytes)
+            assert len(again.buffer) >= nbytes
+            assert again._segment._region.is_pinned  # type: ignore[attr-defined]
+            await again.publish()
+        assert calls(cuda) == ["register"], "what the opening object had"
+    calls(cuda)
+
+
 async def test_several_threads_make_it_ready_if_there_are_processors(
     cuda: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
