@@ -31,7 +31,7 @@ from functools import lru_cache
 
 import numpy as np
 
-__all__ = ["DIVISOR_MIN", "Reciprocal", "reciprocal"]
+__all__ = ["DIVISOR_MIN", "Reciprocal", "parts_of", "reciprocal"]
 
 DIVISOR_MIN = 2.0**-27
 """The smallest divisor, of at most 1, for which nothing underflows with square roots (0, or from 2**-75 to 2**64):
@@ -59,6 +59,14 @@ def reciprocal(divisor: float) -> Reciprocal:
         nearest(x * high + nearest(x * low)) == nearest(x / c) for x in candidates(divisor)
     )
     return Reciprocal(np.float32(float(high)), np.float32(float(low)), exact)
+
+
+def parts_of(divisor: np.float32) -> tuple[np.float32, np.float32, bool]:
+    """The parts of a divisor's reciprocal, and whether a root must be divided by it all the same."""
+    if not divisor > 0:
+        return np.float32(0), np.float32(0), True
+    found = reciprocal(float(divisor))
+    return found.high, found.low, not found.exact
 
 
 def candidates(divisor: float) -> list[int]:

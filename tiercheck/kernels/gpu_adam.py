@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep, Coefficients
+from tiercheck.kernels.division import parts_of
 
 __all__ = ["FAST", "FUSED", "OPERATIONS", "ROUNDINGS", "Fused", "Powers", "Rounding", "Scalars", "Scheme", "scalars_of"]
 
@@ -270,11 +271,14 @@ def of_fast(step: AdamStep) -> Scalars:
 
 WIDE = ("decay", "beta1", "beta2", "weight1", "weight2", "eps")
 NARROW = ("multiplier", "step_size", "first", "root", "reciprocal")
-COUPLED, DECAYS, SMALL = 1, 2, 4
+PARTS = ("high", "low")
+"""Of the reciprocal of ``root`` (:mod:`tiercheck.kernels.division`), unless ``DIVIDES``."""
+COUPLED, DECAYS, SMALL, DIVIDES = 1, 2, 4, 8
 """Flags of a row. The kernels have the same numbers."""
 
 ROW = np.dtype(
-    [*((name, np.float64) for name in WIDE), *((name, np.float32) for name in NARROW), ("flags", np.uint32)], align=True
+    [*((name, np.float64) for name in WIDE), *((name, np.float32) for name in (*NARROW, *PARTS)), ("flags", np.uint32)],
+    align=True,
 )
 """The scalars of a step, as the kernels read them."""
 
@@ -283,7 +287,8 @@ def fill(row: np.void, scalars: Scalars) -> None:
     """Write a record of :data:`ROW`."""
     for name in (*WIDE, *NARROW):
         row[name] = getattr(scalars, name)
-    row["flags"] = COUPLED * scalars.coupled | DECAYS * scalars.decays | SMALL * scalars.small
+    row["high"], row["low"], divides = parts_of(scalars.root)
+    row["flags"] = COUPLED * scalars.coupled | DECAYS * scalars.decays | SMALL * scalars.small | DIVIDES * divides
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep, Coefficients
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.module import DeviceArray, Stream, address_of, check, grid_for
+from tiercheck.kernels.division import parts_of
 from tiercheck.kernels.reference.adam import VECTOR
 
 __all__ = [
@@ -37,7 +38,7 @@ DENSE = 0xFFFFFFFF
 """In the place of the number of indices, if the gradient is dense. (One that is sparse may have none, and no address.)
 The CUDA source has the same number."""
 
-COUPLED, SMALL = 1, 2
+COUPLED, SMALL, DIVIDES = 1, 2, 4
 """Flags of a step. The CUDA source has the same numbers."""
 
 SHARED: Any = [
@@ -47,7 +48,10 @@ SHARED: Any = [
     ("sizes", np.uint32, MOST_STEPS),
 ]
 
-SCALARS = ("decay", "multiplier", "weight1", "weight2", "beta2", "root_correction", "eps", "negative_step_size")
+SCALARS = (
+    *("decay", "multiplier", "weight1", "weight2", "beta2", "root_correction", "reciprocal_high", "reciprocal_low"),
+    *("eps", "negative_step_size"),
+)
 
 STEPS = np.dtype(
     [*SHARED, ("steps", np.dtype([*((name, np.float32) for name in SCALARS), ("flags", np.uint32)]), MOST_STEPS)],
@@ -147,7 +151,8 @@ def fill(row: np.void, step: AdamStep) -> None:
     row["weight1"] = c.weight1 if small else c.weight1 - np.float32(1)
     for name in ("weight2", "beta2", "root_correction", "eps", "negative_step_size"):
         row[name] = getattr(c, name)
-    row["flags"] = COUPLED * step.coupled | SMALL * small
+    row["reciprocal_high"], row["reciprocal_low"], divides = parts_of(c.root_correction)
+    row["flags"] = COUPLED * step.coupled | SMALL * small | DIVIDES * divides
 
 
 def check_arrays(state: dict[str, DeviceArray], gradients: Gradients, steps: Sequence[AdamStep]) -> None:

@@ -30,7 +30,7 @@ from tiercheck.kernels.cpu.compiled import (
 )
 from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.replay.sources import sources_of, take_block, untake_block
-from tiercheck.kernels.division import reciprocal
+from tiercheck.kernels.division import parts_of
 from tiercheck.kernels.gradients import Gradient
 
 __all__ = ["STEP", "move_by_roots", "prepare", "replay_fused_adam", "rows_of", "update_moments"]
@@ -61,7 +61,7 @@ def rows_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
     rows = np.zeros(len(steps), STEP)
     for row, step in zip(rows, steps, strict=True):
         c = Coefficients.of(step)
-        parts = reciprocal(float(c.root_correction)) if c.root_correction > 0 else None
+        high, low, divides = parts_of(c.root_correction)
         row["decay"] = c.decay if c.decays and c.decoupled else 1
         row["l2_decay"] = c.decay if step.coupled else 0
         row["multiplier"] = c.multiplier
@@ -69,9 +69,9 @@ def rows_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
         row["weight1"] = c.weight1 if row["small_weight1"] else c.weight1 - np.float32(1)
         row["weight2"], row["beta2"], row["root_correction"] = c.weight2, c.beta2, c.root_correction
         row["eps"], row["negative_step_size"] = c.eps, c.negative_step_size
-        row["divides"] = parts is None or not parts.exact
-        if parts is not None and parts.exact:
-            row["reciprocal_high"], row["reciprocal_low"] = parts.high, parts.low
+        row["divides"] = divides
+        if not divides:
+            row["reciprocal_high"], row["reciprocal_low"] = high, low
         row["coupled"] = step.coupled
         row["prepares"] = step.coupled or c.multiplier != 1
     rows.flags.writeable = False

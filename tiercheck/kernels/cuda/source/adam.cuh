@@ -11,6 +11,7 @@ struct Step {
     float weight2;
     float beta2;
     float root_correction;
+    float reciprocal_high, reciprocal_low;      // of the root correction
     float eps;
     float negative_step_size;
     u32 flags;
@@ -18,6 +19,7 @@ struct Step {
 
 constexpr u32 COUPLED = 1;      // L2 decay
 constexpr u32 SMALL = 2;        // weight1 is less than a half: the lerp starts from the moment
+constexpr u32 DIVIDES = 4;      // the reciprocal's parts do not give the bits of the division
 
 struct State {
     float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
@@ -42,6 +44,9 @@ EITHER void apply(State &s, float gradient, const Step &step, bool contracted, b
         const bool kept = largest > second || largest != largest || (tail && second != second);
         second = s.max_exp_avg_sq = kept ? largest : second;
     }
-    const float denominator = add(divide(square_root(second), step.root_correction), step.eps);
+    const float root = square_root(second);
+    const float corrected = step.flags & DIVIDES ? divide(root, step.root_correction)
+                                                 : divided_root(root, step.reciprocal_high, step.reciprocal_low);
+    const float denominator = add(corrected, step.eps);
     s.param = add(s.param, divide(multiply(step.negative_step_size, s.exp_avg), denominator));
 }

@@ -48,7 +48,7 @@ EITHER void take_fused(GpuState &s, float gradient, const GpuStep &step, const P
     float second = s.exp_avg_sq;
     if (amsgrad)                                // as std::max: a NaN leaves the maximum as it is
         second = s.max_exp_avg_sq = s.max_exp_avg_sq < second ? second : s.max_exp_avg_sq;
-    const float denominator = float(add(Number(divide(square_root(second), step.root)), eps));
+    const float denominator = float(add(Number(corrected_root(second, step)), eps));
     s.param = subtract(s.param, divide(multiply(step.step_size, s.exp_avg), denominator));
 }
 
@@ -67,8 +67,8 @@ EITHER void take_operations(
         const float largest = s.max_exp_avg_sq;
         second = s.max_exp_avg_sq = largest > second || largest != largest ? largest : second;
     }
-    const float root = square_root(second);
-    const float corrected = placed.reciprocal ? multiply(root, step.reciprocal) : divide(root, step.root);
+    const float corrected =
+        placed.reciprocal ? multiply(square_root(second), step.reciprocal) : corrected_root(second, step);
     s.param = multiply_add(step.step_size, divide(s.exp_avg, add(corrected, float(step.eps))), s.param);
 }
 

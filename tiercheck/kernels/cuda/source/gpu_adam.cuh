@@ -11,11 +11,11 @@ constexpr u32 TILE = THREADS * OWN;             // the same number as in cuda/gp
 
 struct GpuStep {                                // ROW of kernels/gpu_adam.py
     double decay, beta1, beta2, weight1, weight2, eps;
-    float multiplier, step_size, first, root, reciprocal;
+    float multiplier, step_size, first, root, reciprocal, high, low;
     u32 flags;
 };
 
-constexpr u32 COUPLED = 1, DECAYS = 2, SMALL = 4;
+constexpr u32 COUPLED = 1, DECAYS = 2, SMALL = 4, DIVIDES = 8;
 
 // Which product of a sum of two is fused with the addition.
 constexpr u32 MOMENT = 0, GRADIENT = 1, NEITHER = 2;
@@ -28,6 +28,12 @@ struct Placement {
 struct GpuState {
     float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
 };
+
+// The root of the second moment divided by the root of its correction.
+EITHER float corrected_root(float second, const GpuStep &step) {
+    const float root = square_root(second);
+    return step.flags & DIVIDES ? divide(root, step.root) : divided_root(root, step.high, step.low);
+}
 
 // All steps of a tile's elements. `apply(state, gradient, step)` takes one of an element's.
 template <class Apply>

@@ -57,6 +57,13 @@ EITHER float limited(float value) {
     return value > LARGEST_FINITE ? LARGEST_FINITE : value < -LARGEST_FINITE ? -LARGEST_FINITE : value;
 }
 
+// A square root divided by a number c, with the bits of the division, of 1 / c in two parts. Source: kernels/division.py.
+// In the second product the root is bounded, since an infinite one would give a NaN.
+EITHER float divided_root(float root, float high, float low) {
+    constexpr float BOUND = 1.2676506002282294e30f;     // 2^100
+    return multiply_add(root, high, multiply(root < BOUND ? root : BOUND, low));
+}
+
 // The element that is encoded: its value plus `lost`, what earlier encodings lost of it, which is finite. A NaN keeps
 // its payload, as on a CPU; the device's addition would give the canonical NaN.
 EITHER float with_lost(float value, float lost) {
