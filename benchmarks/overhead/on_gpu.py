@@ -33,10 +33,11 @@ from tiercheck.tiers.shm.namespaces import remove_namespace
 
 __all__ = ["CODECS", "COPIES", "SIZES", "Shape", "names", "need_gpu", "step_figure"]
 
-LEAD_IN, MEASURED = 2, 8
+LEAD_IN, MEASURED = 2, 10
 """Steps of a block."""
-BASE_EVERY = LEAD_IN + MEASURED
-"""One base a block, after its middle. They are captured: what folds them takes processors, and not the GPU."""
+BASE_EVERY = MEASURED
+"""So that there is one base in what is measured of a block. They are captured: what folds them takes processors, and
+not the GPU."""
 RATIO_MAX = 1.01
 SETTLED = 0.97
 """Of what a step took in the block before, if it settles."""
@@ -190,7 +191,6 @@ async def step_figure(framework: str, size: str, codec: str, pairs: int, memory:
         async def without() -> float:
             return plain.block(None)
 
-        saved.steps(BASE_EVERY // 2, checkpointer)
         await settle(with_saving)
         found = await interleave(with_saving, without, pairs=pairs, warmups=1, progress=told)
         stats = checkpointer.stats

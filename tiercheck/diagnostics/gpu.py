@@ -164,12 +164,15 @@ class CudaGpu:
 
     @contextmanager
     def _pinned(self, nbytes: int) -> Iterator[ctypes.Array[ctypes.c_char]]:
-        fd = os.memfd_create("tiercheck-doctor")
         try:
-            os.posix_fallocate(fd, 0, nbytes)
-            mapping = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
+            fd = os.memfd_create("tiercheck-doctor")
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                mapping = mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise GpuError(f"there is no shared memory to copy to: {error}") from None
         here = (ctypes.c_char * nbytes).from_buffer(mapping)  # it is unmapped when nobody has this any more
         self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(nbytes), 0)
         try:

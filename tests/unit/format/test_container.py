@@ -322,7 +322,8 @@ def test_memory_that_is_much_longer_is_not_filled():
 def test_nothing_comes_behind_what_fills_a_shard():
     layout = ShardLayout()
     layout.fill(100)
-    layout.append(TensorSpec("x", "U8", (5,)))
+    spec = TensorSpec("x", "U8", (5,))
+    layout.append(spec, layout.gap_before(spec))
     header = encode_header(METADATA, layout.with_checksums({"x": "0" * 16}))
     with pytest.raises(Corruption, match="behind what fills"):
         parse(header + bytes(105))

@@ -49,8 +49,7 @@ SHARED: Any = [
 ]
 
 SCALARS = (
-    *("decay", "multiplier", "weight1", "weight2", "beta2", "root_correction", "reciprocal_high", "reciprocal_low"),
-    *("eps", "negative_step_size"),
+    *("decay", "multiplier", "weight1", "weight2", "beta2", "divisor", "reciprocal_low", "eps", "negative_step_size"),
 )
 
 STEPS = np.dtype(
@@ -149,9 +148,10 @@ def fill(row: np.void, step: AdamStep) -> None:
     row["decay"] = c.decay if c.decays else np.float32(1)
     row["multiplier"] = c.multiplier
     row["weight1"] = c.weight1 if small else c.weight1 - np.float32(1)
-    for name in ("weight2", "beta2", "root_correction", "eps", "negative_step_size"):
+    for name in ("weight2", "beta2", "eps", "negative_step_size"):
         row[name] = getattr(c, name)
-    row["reciprocal_high"], row["reciprocal_low"], divides = parts_of(c.root_correction)
+    high, row["reciprocal_low"], divides = parts_of(c.root_correction)
+    row["divisor"] = c.root_correction if divides else high
     row["flags"] = COUPLED * step.coupled | SMALL * small | DIVIDES * divides
 
 

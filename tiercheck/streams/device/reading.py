@@ -31,6 +31,10 @@ class Reading:
         self._ended: Event | None = None
         self._lock = threading.Lock()
 
+    def reaches(self, memory: memoryview) -> bool:
+        """Whether the device copies into this host memory by itself, since it is pinned."""
+        return self._device.is_pinned(torch.frombuffer(memory, dtype=torch.uint8))
+
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Put the copy into the stream. Whoever calls this keeps both until :meth:`arrive` has returned. If ``into`` is
         not pinned, CUDA may make the calling thread wait."""

@@ -16,6 +16,8 @@ __all__ = ["Comparison", "DeviceSamples", "Sample"]
 
 SAMPLES = 4
 """Elements of each tensor, spread over it."""
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By an element's bytes, what it is read as."""
 
 
 class Sample:
@@ -70,13 +72,14 @@ class DeviceSamples:
         self._device = device
         self._side = device.side("samples")
         self._groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        """Views of elements: those of one dtype are brought together by one call."""
+        """Views of elements: those of one size are brought together by one call."""
         alike: dict[torch.dtype, list[tuple[str, int]]] = {}
         for name, tensor in zip(names, tensors, strict=True):
+            dtype = tensor.dtype if tensor.is_complex() else PATTERNS[tensor.element_size()]
             views = elements_of(tensor)
-            self._groups.setdefault(tensor.dtype, []).extend(views)
+            self._groups.setdefault(dtype, []).extend(view if view.is_complex() else view.view(dtype) for view in views)
             nbytes = tensor.element_size() * sum(view.numel() for view in views)
-            alike.setdefault(tensor.dtype, []).append((name, nbytes))
+            alike.setdefault(dtype, []).append((name, nbytes))
         sizes = [each for group in alike.values() for each in group]
         self._names = [name for name, _ in sizes]
         self._nbytes = [nbytes for _, nbytes in sizes]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tiercheck import kernels
-from tiercheck.errors import CapacityExceeded, ConfigurationError
+from tiercheck.errors import CapacityExceeded, ConfigurationError, SaveError
 from tiercheck.format.container import ShardWriter
 from tiercheck.format.header import round_up
 from tiercheck.kernels.reference.scale_search import FOUND_NBYTES, SAMPLED_TENSORS_MAX
@@ -65,8 +65,9 @@ class OnDevice:
         self.room = room
         self.narrowed = frozenset(narrowed) if type(codec) is Exact else frozenset()
         """Those of which that has held so far."""
-        self.blocks = block_codec(codec)
-        """The codec of the device's own, if it encodes."""
+        by_device = isinstance(codec, BlockCodec) or bool(residual_sizes)
+        self.blocks = block_codec(codec) if by_device else None
+        """By which the device encodes; ``None`` if it does not."""
         if self.blocks is not None:
             device.prepare(self.blocks.name)
         elif self.narrowed:
@@ -88,8 +89,8 @@ class OnDevice:
         dtype = NAMES[gradient.dtype]
         if type(self.codec) is Exact:
             return dtype == self.room.dtypes[name] or dtype != "F32"
-        by_device = isinstance(self.codec, BlockCodec) or name in self.residuals.of
-        return self.blocks is not None and dtype in FLOATS and by_device
+        has_residual = isinstance(self.codec, BlockCodec) or name in self.residuals.of
+        return self.blocks is not None and dtype in FLOATS and has_residual
 
     def _prepare_to_narrow(self) -> None:
         try:
@@ -116,18 +117,21 @@ class DeviceResiduals:
             at += size
         self._begun_at: int | None = None
 
-    def begin(self, bases_begun: int) -> Callable[[], None] | None:
-        """The next record comes after so many bases. What the device must do before it is encoded, if anything: they
+    def clearing(self, bases_begun: int) -> Callable[[], None] | None:
+        """What the device must do before it encodes a record that comes after so many bases, if anything: residuals
         begin at zero with each base."""
         memory = self._memory
         if memory is None or self._begun_at == bases_begun:
             return None
-        self._begun_at = bases_begun
 
         def clear() -> None:
             memory.zero_()
 
         return clear
+
+    def begun(self, bases_begun: int) -> None:
+        """The device was told to clear them."""
+        self._begun_at = bases_begun
 
 
 class DeviceGradients:
@@ -165,8 +169,14 @@ class DeviceGradients:
         return self._staged.is_pinned
 
     def send(self, gradients: Mapping[str, torch.Tensor], nbytes_most: int) -> None:
-        """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent."""
+        """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent;
+        ``SaveError`` for a gradient on the host whose residual the device keeps."""
         common, holds = self._common, self._common.device.holds
+        if astray := [name for name, each in gradients.items() if name in common.residuals.of and not holds(each)]:
+            raise SaveError(
+                f"the gradient of {astray[0]!r} came on the host, and {common.device.name} keeps what feedback has "
+                "left out of those before: give it there, or attach with gpu_feedback=False"
+            )
         narrowed = {
             name
             for name, each in gradients.items()
@@ -181,6 +191,7 @@ class DeviceGradients:
                 f"the gradients take {needed} bytes more, and would end behind byte {nbytes_most} of the record"
             )
         found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if narrowed else None
+        target = self._staged.target(needed)
         landings = [
             self._landing(self._writer, name, each, planned[name], found if name in narrowed else None)
             for name, each in direct.items()
@@ -190,10 +201,11 @@ class DeviceGradients:
             scales = f"{SCALES}{len(self.sent)}"
             self._narrowed.update(dict.fromkeys(narrowed, scales))
             of = [gradients[name] for name in direct if name in narrowed]
-            self._staged.send(landings, partial(find_scale, common.device, of, found))
+            self._staged.send(landings, target, partial(find_scale, common.device, of, found))
             host[scales] = found
         elif landings:
-            self._staged.send(landings, common.residuals.begin(self._bases_begun))
+            self._staged.send(landings, target, common.residuals.clearing(self._bases_begun))
+            common.residuals.begun(self._bases_begun)
         if host:
             self._staged.send_to_host(host)
         self.sent = self.sent.union(gradients)

@@ -269,20 +269,25 @@ class Staged:
         self.host: dict[str, torch.Tensor] = {}
         """What lands in host memory as it is, by name."""
 
-    def send(self, landings: Sequence[Landing], first: Callable[[], None] | None = None) -> None:
-        """Into the record, in which their parts lie behind one another. Errors: ``CapacityExceeded`` if it is not
-        pinned, and no other memory can be."""
-        target = self._record
-        if not self.is_pinned:
+    def target(self, nbytes: int) -> torch.Tensor:
+        """Where parts of so many bytes are to land: the record if it is pinned, else memory that is. Errors:
+        ``CapacityExceeded``."""
+        if self.is_pinned or not nbytes:
+            return self._record
+        host = self._hosts.borrow(nbytes)
+        self._borrowed.append(host)
+        return host
+
+    def send(self, landings: Sequence[Landing], target: torch.Tensor, first: Callable[[], None] | None = None) -> None:
+        """Into the record, in which their parts lie behind one another, by way of ``target`` if that is other
+        memory."""
+        if target is not self._record:
             parts = [
                 (at, nbytes)
                 for each in landings
                 for at, nbytes in zip(each.parts, each.nbytes(each.tensor.numel()), strict=True)
             ]
-            start, end = min(at for at, _ in parts), max(at + nbytes for at, nbytes in parts)
-            host = self._hosts.borrow(end - start)
-            self._borrowed.append(host)
-            target = host[: end - start]
+            start = min(at for at, _ in parts)
             self._due += [(target[at - start : at - start + nbytes], at) for at, nbytes in parts]
             landings = [replace(each, parts=tuple(at - start for at in each.parts)) for each in landings]
         self._flights.append((self._ring.send(landings, target, first), target))

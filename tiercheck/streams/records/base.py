@@ -211,7 +211,7 @@ class BaseCapture:
         """Copy the state into ``memory``. Blocking; call it once. What is on a device may still be on its way when this
         returns. The state may change from its return on, after :meth:`let_change`."""
         reading = self._reading
-        self._fills = self._device is not None and self._device.is_pinned(torch.frombuffer(memory, dtype=torch.uint8))
+        self._fills = reading is not None and reading.reaches(memory)
         places = self._places_in(memory)
         if reading is not None:
             reading.copy_all((places[name], self._source(name)) for name in places if name in self._on_device)

@@ -222,6 +222,8 @@ class ConstantsCapture:
         self._specs = {spec.name: spec for spec in specs}
         self._slots: dict[str, memoryview] = {}
         self._writer: ShardWriter | None = None
+        self._fills = False
+        """Whether the shard is to be as long as its memory."""
         self._checksums: Mapping[str, str] = dict.fromkeys(tensors, "0" * 16)
 
     @property
@@ -240,6 +242,7 @@ class ConstantsCapture:
         """Copy the tensors into ``memory``. Blocking; call it once. Those on a device have arrived when the base has
         (:meth:`~tiercheck.streams.records.base.BaseCapture.arrive`)."""
         writer = ShardWriter(memory, header_room(self._specs.values(), [BLOCKS]))
+        self._fills = self.reading is not None and self.reading.reaches(memory)
         for name, tensor in self._tensors.items():
             spec = self._specs[name]
             self._slots[name] = writer.slot(name, spec.dtype, spec.shape)
@@ -260,6 +263,8 @@ class ConstantsCapture:
             for name, slot in self._slots.items()
         }
         self._writer.add_object(BLOCKS, PackedObject(pack(digests)))
+        if self._fills:
+            self._writer.fill()
         nbytes = self._writer.finish(self._metadata, checksums=self._checksums)
         self._slots.clear()
         self._tensors = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -75,9 +75,8 @@ def tensor_in(memory: memoryview, dtype: str, shape: Sequence[int], *, what: str
         return torch.empty(tuple(shape), dtype=kind)
     if memory.nbytes != torch.Size(shape).numel() * kind.itemsize:
         raise Corruption(f"{what} has {memory.nbytes} bytes, not those of {dtype} {tuple(shape)}")
-    if memory.readonly:
-        _be_quiet()
-    return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
+    with _reading() if memory.readonly and torch.is_warn_always_enabled() else nullcontext():
+        return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
 
 
 def absent_tensor(dtype: str, shape: Sequence[int], *, what: str) -> torch.Tensor:
@@ -98,8 +97,8 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
     """The inverse of :func:`array_of`, over the array's memory."""
     kind = DTYPES[dtype]
-    _be_quiet()
-    tensor = torch.from_numpy(array)
+    with _reading() if torch.is_warn_always_enabled() else nullcontext():
+        tensor = torch.from_numpy(array)
     return tensor.view(kind) if kind in STAND_INS else tensor
 
 
@@ -136,13 +135,22 @@ def is_given(tensor: torch.Tensor) -> bool:
     return getattr(tensor, GIVEN, False)
 
 
-@cache
-def _be_quiet() -> None:
-    """Torch has no read-only tensors, and warns of read-only memory, once a process; here nothing is written to it. Let
-    that warning come now, and be seen by nobody: to catch it each time would take longer than all else."""
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Torch has no read-only tensors, and warns of read-only memory; here nothing is written to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+        yield
+
+
+def _let_torch_warn() -> None:
+    """It does so once a process, unless it is told otherwise: now, while this module is loaded, and nobody sees it. To
+    catch it each time would take longer than all else."""
     array = np.zeros(1, np.uint8)
     array.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _reading():
         torch.frombuffer(bytes(1), dtype=torch.uint8)
         torch.from_numpy(array)
+
+
+_let_torch_warn()

@@ -63,9 +63,9 @@ class ShmDriver(FileDriver):
     limit); it is never in the way of an object, and what is more than :meth:`expect` says is given back. ``mount`` is
     another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
 
-    ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
-    ``auto`` (if there is one), ``on`` (an error if there is none) or ``off``. ``numa``: ``auto`` takes
-    memory from the node of that GPU, or of the CPUs that the process is bound to; or ``off``.
+    ``pin``: whether memory that :meth:`prepare_reservations` makes ready, and what is reserved afterwards, is
+    page-locked for a GPU's copies: ``auto`` (if there is one), ``on`` (an error if there is none) or ``off``. ``numa``:
+    ``auto`` takes memory from the node of that GPU, or of the CPUs that the process is bound to; or ``off``.
 
     ``make=no``: opening makes no namespace, and is ``NotFound`` if there is none.
     """

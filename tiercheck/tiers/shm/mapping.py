@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
-from tiercheck.errors import CapacityExceeded
+from tiercheck.errors import CapacityExceeded, ConfigurationError
 from tiercheck.runtime.priority import standing_back
 from tiercheck.tiers.posix.direct import address_of
 from tiercheck.tiers.posix.directories.object_files import payload_bytes
@@ -30,6 +31,8 @@ from tiercheck.tiers.threads import Threads
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
 __all__ = ["MappedSegment", "MappedSegments"]
+
+log = logging.getLogger(__name__)
 
 Check = Callable[[], None]
 
@@ -64,7 +67,7 @@ class MappedSegments:
         self.made: Counter[int] = Counter()
         """By the bytes of a reservation, how often memory was made for one, when it was asked for or ahead."""
         self._pins = False
-        """Whether memory is made ready, and pinned then."""
+        """Whether memory is made ready; from then on it is pinned, that which is made later too, when it is used."""
         self._selection = Selection(known=self.cache, fixed=self.cache.pinned)
 
     def close(self) -> None:
@@ -167,9 +170,6 @@ class MappedSegments:
     def prepare(self, nbytes: int, check: Check) -> None:
         """Put one more segment into the pool that costs nothing to reserve: backed, mapped, and pinned if there is a
         GPU. What dead processes left is used. Training comes first. Errors: ``CapacityExceeded``."""
-        standing_back(lambda: self._prepare(nbytes, check), "tiercheck prepare")
-
-    def _prepare(self, nbytes: int, check: Check) -> None:
         self.locality.apply()
         segment, region = self._prepared(nbytes, check)
         with self._lock:
@@ -210,21 +210,36 @@ class MappedSegments:
         return nbytes if nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
 
     def _for_gpu(self, nbytes: int) -> bool:
-        """Whether memory for so much is pinned, if it is made ready ahead."""
-        return self._pins and nbytes >= SPARE_BYTES_MIN
+        """Whether memory for so much is to be pinned."""
+        return self._pins and nbytes >= SPARE_BYTES_MIN and self.pinning.available()
 
     def _prepared(self, nbytes: int, check: Check) -> tuple[Segment, MappedRegion]:
         head_bytes = self._head_bytes(nbytes)
         others = replace(self._selection, owned=False, ready=self._ready)
-        segment = self.directory.take(head_bytes, head_bytes, check, others, empties_pool=False)
+        segment = self.directory.take(
+            head_bytes, head_bytes, check, others, empties_pool=False, backing=self._stand_back
+        )
         try:
             region = self._region(segment, max(nbytes, head_bytes))
-            region.populate(check)
-            self.pin(region)
+
+            def make_ready() -> None:
+                region.populate(check)
+                self.pin(region)
+
+            self._stand_back(make_ready)
         except BaseException:
             self.directory.discard(segment.temporary)
             raise
         return segment, region
+
+    def _stand_back(self, work: Callable[[], None]) -> None:
+        """For what takes long, and holds no lock that others wait for."""
+
+        def located() -> None:
+            self.locality.apply()
+            work()
+
+        standing_back(located, "tiercheck prepare")
 
     def _region(self, segment: Segment, room: int) -> MappedRegion:
         """A region that shows the segment: the one it had here, if any."""
@@ -296,7 +311,10 @@ class MappedSegment:
         if self._region is not None:
             self._region.populate(lambda: None)
             if self._pins:
-                self._segments.pin(self._region)
+                try:
+                    self._segments.pin(self._region)
+                except ConfigurationError as error:  # of pin=on: a step must not fail for it
+                    log.error("%s; copies to it go by way of other memory", error)
         return self._view
 
     def publish(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo:

@@ -44,6 +44,8 @@ class CudaPinning:
     def __init__(self, mode: str) -> None:
         self._mode = mode
         self._driver: ctypes.CDLL | None = None
+        self._loaded = False
+        """Whether the driver is ready, and has a device."""
         self._device: int | None = None
         self._context = ctypes.c_void_p()
         self._lock = threading.RLock()  # a region's end may come in the middle of a call
@@ -59,10 +61,13 @@ class CudaPinning:
 
     def available(self) -> bool:
         """Whether there is a GPU. Makes no context."""
+        if self._loaded or self.obstacle:
+            return not self.obstacle
         with self._lock:
-            if self._driver is None and not self.obstacle:
+            if not self._loaded and not self.obstacle:
                 try:
                     self._load()
+                    self._loaded = True
                 except (OSError, AttributeError, CudaError) as error:
                     self.obstacle = f"no GPU ({error})"
             return not self.obstacle
@@ -76,8 +81,8 @@ class CudaPinning:
         if not self.available():
             return None
         try:
-            with self._lock:
-                self._in_context(lambda: self._call("cuMemHostRegister_v2", address, nbytes, PORTABLE))
+            # Without the lock: it takes as long as the memory is large, and others pin meanwhile.
+            self._in_context(lambda: self._call("cuMemHostRegister_v2", address, nbytes, PORTABLE))
         except CudaError as error:
             self.obstacle = f"refused ({error})"
             if self._mode == "on":
@@ -105,7 +110,7 @@ class CudaPinning:
                 self._context = ctypes.c_void_p()
                 self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
-    # Details, under the lock.
+    # Details.
 
     def _load(self) -> None:
         driver = ctypes.CDLL(LIBRARY)
@@ -144,8 +149,9 @@ class CudaPinning:
             getattr(driver, name).argtypes = arguments
 
     def _in_context(self, work: Callable[[], None]) -> None:
-        if not self._context:
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+        with self._lock:
+            if not self._context:
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         # Pushed and popped: the thread may have a context of somebody else's.
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
@@ -154,12 +160,11 @@ class CudaPinning:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _unpin(self, address: int) -> None:
-        with self._lock:
-            try:
-                self._in_context(lambda: self._call("cuMemHostUnregister", address))
-            except CudaError as error:
-                if error.code != DEINITIALIZED:
-                    raise
+        try:
+            self._in_context(lambda: self._call("cuMemHostUnregister", address))
+        except CudaError as error:
+            if error.code != DEINITIALIZED:
+                raise
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._driver, name)(*arguments)

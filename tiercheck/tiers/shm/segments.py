@@ -55,6 +55,10 @@ class Segment:
         return self.temporary.fd
 
 
+def at_once(work: Callable[[], None]) -> None:
+    work()
+
+
 class SegmentDirectory(ObjectDirectory):
     """``limit_bytes`` bounds objects, temporary files and pool together; ``pool_bytes`` the pool alone."""
 
@@ -111,10 +115,12 @@ class SegmentDirectory(ObjectDirectory):
         *,
         new_bytes: int = 0,
         empties_pool: bool = True,
+        backing: Callable[[Callable[[], None]], None] = at_once,
     ) -> Segment:
         """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one, of
         ``new_bytes`` if that is within these bounds, and there is room.
-        ``empties_pool``: if there is no memory but what is kept for reuse, that is given up.
+        ``empties_pool``: if there is no memory but what is kept for reuse, that is given up. ``backing``: calls what it
+        is given, which makes the file's memory.
 
         Errors: ``CapacityExceeded``; then nothing is kept.
         """
@@ -147,7 +153,7 @@ class SegmentDirectory(ObjectDirectory):
         self._taken.add(temporary)
         segment = Segment(temporary, nbytes, recycled_bytes, status.st_ino, status.st_mtime_ns)
         try:
-            self._back(fd, recycled_bytes, nbytes, check, empties_pool=empties_pool)
+            backing(lambda: self._back(fd, recycled_bytes, nbytes, check, empties_pool=empties_pool))
         except BaseException:
             self.destroy(segment)
             raise

@@ -12,7 +12,7 @@ import torch
 
 from tests.device_state import DeviceState
 from tests.reordering import Reordering, uncovered
-from tiercheck.errors import CapacityExceeded
+from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.format import container
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec as codec_of
@@ -278,3 +278,23 @@ def test_the_ring_is_as_long_as_a_record_needs_and_no_longer_than_is_allowed() -
     assert staged.Ring(device, 1, 1 << 20).nbytes == 2 * 4096
     assert staged.Ring(device, 5 * 4096, 1 << 20).nbytes == 5 * 4096
     assert staged.Ring(device, 1 << 30, 100).nbytes == 2 * 4096
+
+
+def test_what_the_host_encodes_needs_no_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(Reordering, "prepare", lambda self, codec: prepared.append(codec))
+    for gpu_feedback, expected in ((False, []), (True, ["nf4"])):
+        device = Reordering(0)
+        state = Values(device, shapes=SHAPES)
+        DifferentialStream(state, "nf4+feedback", 1, device=device, gpu_feedback=gpu_feedback)
+        assert prepared == expected
+
+
+def test_a_gradient_that_comes_on_the_host_is_refused_if_the_device_keeps_its_residual() -> None:
+    device = Reordering(0)
+    state = Values(device, shapes=SHAPES)
+    stream = DifferentialStream(state, "int8+feedback", 1, device=device)
+    record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
+    with pytest.raises(SaveError, match=r"the gradient of 'one' came on the host, .*gpu_feedback=False"):
+        record.add({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    record.abandon()

@@ -218,6 +218,23 @@ async def test_unless_it_must_be(cuda: ctypes.CDLL, name: str) -> None:
         assert list(Path(driver.segments.root / ".tiercheck/tmp").iterdir()) == []
 
 
+async def test_a_step_does_not_fail_for_memory_that_must_be_pinned(
+    cuda: ctypes.CDLL, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ShmDriver(name, size=64 * MIB, pin="on") as driver:
+        await driver.prepare_reservations([(MIB, 1)])
+        cuda.fake_fail(b"register", 2)
+        for n in range(3):
+            reservation = await driver.reserve(f"a{n}", 4 * MIB)
+            reservation.buffer[: 4 * MIB] = bytes([n]) * (4 * MIB)
+            await reservation.publish(4 * MIB)
+        assert [record.message for record in caplog.records if "pin=on, but" in record.message] == [
+            "pin=on, but 4259840 bytes cannot be page-locked: cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2); "
+            "copies to it go by way of other memory"
+        ], "once"
+    calls(cuda)
+
+
 @pytest.mark.parametrize(
     ("fail", "devices", "reason"),
     [(b"cuInit", 2, "cuInit: CUDA_ERROR"), (b"", 0, "CUDA sees none"), (b"cuDeviceGet", 1, "cuDeviceGet: CUDA")],

@@ -10,8 +10,8 @@ struct Step {
     float weight1;              // the weight of the lerp's branch
     float weight2;
     float beta2;
-    float root_correction;
-    float reciprocal_high, reciprocal_low;      // of the root correction
+    float divisor;              // (DIVIDES) the root's; else the first part of its reciprocal. All fits 4 KiB so.
+    float reciprocal_low;
     float eps;
     float negative_step_size;
     u32 flags;
@@ -45,8 +45,8 @@ EITHER void apply(State &s, float gradient, const Step &step, bool contracted, b
         second = s.max_exp_avg_sq = kept ? largest : second;
     }
     const float root = square_root(second);
-    const float corrected = step.flags & DIVIDES ? divide(root, step.root_correction)
-                                                 : divided_root(root, step.reciprocal_high, step.reciprocal_low);
+    const float corrected =
+        step.flags & DIVIDES ? divide(root, step.divisor) : divided_root(root, step.divisor, step.reciprocal_low);
     const float denominator = add(corrected, step.eps);
     s.param = add(s.param, divide(multiply(step.negative_step_size, s.exp_avg), denominator));
 }
