@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from tiercheck import keys
@@ -148,13 +147,7 @@ def header_room(
 ) -> int:
     """Bytes to reserve for the header of a shard with these tensors, object names and notes, whatever its
     version, the order of its tensors and their offsets, and however they are shrunk later."""
-    return _header_room(tuple(tensors), tuple(objects), tuple((notes or {}).items()))
-
-
-@lru_cache(maxsize=16)
-def _header_room(tensors: tuple[TensorSpec, ...], objects: tuple[str, ...], notes: tuple[tuple[str, str], ...]) -> int:
-    """What a job writes has the same tensors from version to version."""
-    return worst_case_nbytes(tensors, objects, dict(notes))
+    return worst_case_nbytes(tuple(tensors), tuple(objects), tuple((notes or {}).items()))
 
 
 def shard_nbytes(

@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import index
 from types import MappingProxyType
 
@@ -324,8 +325,12 @@ def description_of(extent: Extent) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [extent.start, extent.stop]}
 
 
-def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], notes: Mapping[str, str]) -> int:
-    """Bytes that no header of such a shard passes, wherever its tensors come to lie: the room to reserve."""
+@lru_cache(maxsize=16)
+def worst_case_nbytes(
+    tensors: tuple[TensorSpec, ...], objects: tuple[str, ...], notes: tuple[tuple[str, str], ...]
+) -> int:
+    """Bytes that no header of such a shard passes, wherever its tensors come to lie: the room to reserve. Cached:
+    what a job writes has the same tensors from version to version."""
     worst = ShardMetadata(
         stream=keys.Stream.DIFFERENTIAL,
         generation=keys.GENERATION_MAX,
@@ -333,7 +338,7 @@ def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], not
         last=keys.VERSION_MAX,
         rank=keys.RANK_MAX,
         world_size=keys.RANK_MAX + 1,
-        notes=notes,
+        notes=dict(notes),
         token=_ZEROS,
     )
     refers = f',"refers_to":"{keys.reference((keys.GENERATION_MAX, keys.VERSION_MAX))}"'  # as a base may

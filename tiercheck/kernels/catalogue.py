@@ -33,10 +33,8 @@ from tiercheck.kernels.reference import (
     sgd,
     xxh3,
 )
-from tiercheck.kernels.reference import (
-    scatter as scattering,
-)
-from tiercheck.kernels.registry import Call, CudaForm, declare
+from tiercheck.kernels.reference import scatter as scattering
+from tiercheck.kernels.registry import Call, CudaForm, declare, of_each_type
 
 __all__ = [
     "accumulate",
@@ -96,11 +94,6 @@ def threshold_calls(size: int, seed: int) -> Calls:
         yield (source, 0.5, seed), options
     # More values than samples: positions are drawn at random.
     yield (floats_of(compaction.SAMPLES + 1, seed), 0.5, seed), {}
-
-
-def of_each_type(entry: str) -> tuple[str, ...]:
-    """A CUDA kernel's entries for fp32, fp16 and bf16 values."""
-    return tuple(f"{entry}_{name}" for name in ("float32", "float16", "bfloat16"))
 
 
 def compaction_calls(size: int, seed: int) -> Calls:

@@ -27,6 +27,7 @@ __all__ = [
     "declare",
     "has_numba",
     "load_numba",
+    "of_each_type",
     "warm_up",
 ]
 
@@ -201,6 +202,11 @@ def warm_up(kernels: Iterable[Kernel[..., Any]] | None = None) -> None:
     """
     for kernel in KERNELS.values() if kernels is None else dict.fromkeys(kernels):
         kernel.warm_up()
+
+
+def of_each_type(entry: str) -> tuple[str, ...]:
+    """A CUDA kernel's entries for fp32, fp16 and bf16 values."""
+    return tuple(f"{entry}_{name}" for name in ("float32", "float16", "bfloat16"))
 
 
 def cuda_sources() -> dict[str, tuple[str, ...]]:
