@@ -123,7 +123,7 @@ class CudaReplayTests:
                 finite = np.isfinite(expected) & (np.abs(expected) > 1e-30)
                 most = rounding_errors(expected[finite], begun[finite], len(steps))
                 if begun is not start[0]:
-                    # L2 decay brings that share of the parameter's own error into the moments; half a millionth at most.
+                    # L2 decay brings that share of the parameter's error into the moments; half a millionth at most.
                     coupled = coupling * rounding_errors(state[0][finite], start[0][finite], len(steps))
                     most += np.fmin(coupled, np.float32(5e-7))
                 excess = np.abs(machine.get(actual)[finite] - expected[finite]) / most
