@@ -95,8 +95,8 @@ def compare(
         baseline_step_s=baseline_s,
         overhead=step_s / baseline_s - 1,
         stall_share=stall_share(first, second),
-        bases_captured=sum(life.steps[-1].captured for life in chain(first, second) if life.steps),
-        bases_folded=sum(life.steps[-1].folded for life in chain(first, second) if life.steps),
+        bases_captured=sum(life.captured for life in chain(first, second)),
+        bases_folded=sum(life.folded for life in chain(first, second)),
         bytes_per_tier=interrupted.bytes_per_tier,
         bytes_per_parameter={
             tier: nbytes / interrupted.first[0].started["parameters"] for tier, nbytes in interrupted.most_held.items()

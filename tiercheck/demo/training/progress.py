@@ -52,7 +52,8 @@ class RankProgress:
     """``version``, and ``digest`` of the whole state after it, if that was asked for."""
     steps: list[Step] = field(default_factory=list)
     finished: Mapping[str, Any] = field(default_factory=dict)
-    """``digest`` of the final state by part, ``drain_s``: what closing the checkpointer took."""
+    """``digest`` of the final state by part, ``drain_s``: what closing the checkpointer took; ``captured`` and
+    ``folded``: bases, those of the closing included."""
     failed: Mapping[str, Any] = field(default_factory=dict)
     """``error``: what ended the rank, in its own words."""
 
@@ -60,6 +61,16 @@ class RankProgress:
     def version(self) -> int:
         """The last version whose line is there; before any, the one the run went on from, or 0."""
         return self.steps[-1].version if self.steps else int(self.started.get("version", 0))
+
+    @property
+    def captured(self) -> int:
+        """Bases that the rank has captured, as far as it came to tell. A run that had nothing left to train has one."""
+        return int(self.finished.get("captured", self.steps[-1].captured if self.steps else 0))
+
+    @property
+    def folded(self) -> int:
+        """Bases that were folded for it, as far as it came to tell."""
+        return int(self.finished.get("folded", self.steps[-1].folded if self.steps else 0))
 
     @property
     def goes_on(self) -> bool:
