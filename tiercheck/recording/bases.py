@@ -197,7 +197,8 @@ class Bases:
         constants = capture.constants
         room = await self._memory.reserve(constants.key, constants.nbytes_max) if constants is not None else None
         try:
-            reservation = await self._memory.reserve(capture.key, capture.nbytes_max)
+            # The thread that copies it makes the memory, if it is not ready: gigabytes take seconds.
+            reservation = await self._memory.reserve(capture.key, capture.nbytes_max, ready=False)
         except BaseException:
             if room is not None:
                 await self._memory.drop(room, f"dropping the constants of base {version}")

@@ -37,15 +37,18 @@ class Reservations:
         self._deadline_s = deadline_s
         self._ahead: Reservation | None = None
         """Memory for the next version's record, if the driver gives it without waiting."""
+        self._ahead_nbytes = 0
+        """So much of that is there."""
 
-    async def reserve(self, key: ShardKey, nbytes: int) -> Reservation:
-        """Reserve memory. If the tier is full, try again after the mover has deleted what may be deleted."""
+    async def reserve(self, key: ShardKey, nbytes: int, *, ready: bool = True) -> Reservation:
+        """Reserve memory. If the tier is full, try again after the mover has deleted what may be deleted. ``ready``:
+        the memory is there, so that asking for the buffer neither takes long nor fails."""
         try:
-            return await self._reserved(key, nbytes)
+            return await self._reserved(key, nbytes, ready)
         except CapacityExceeded:
             await self.drop_ahead()
             await self._make_room()
-            return await self._reserved(key, nbytes)
+            return await self._reserved(key, nbytes, ready)
 
     async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
         """As :meth:`reserve`, called on the event loop, and for what there is room for as it is."""
@@ -57,16 +60,17 @@ class Reservations:
         Call it right after that record was published. The code and data of a reservation are in the processor's caches
         then. After the next forward and backward pass they are not.
         """
+        self._ahead_nbytes = 0
         try:
             self._ahead = self._tier.driver.reserve_nowait(str(key), nbytes)
             if self._ahead is not None:
-                _ = self._ahead.buffer  # a driver may make it ready only now
+                self._ahead_nbytes = len(self._ahead.buffer)  # a driver may make it ready only now
         except TierError as error:
             log.debug("%s finds no memory yet: %s", key, error)  # reserve() asks again, and raises
 
     async def take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
         """What was reserved ahead for this record, if it is long enough."""
-        if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
+        if self._ahead is not None and self._ahead.key == str(key) and self._ahead_nbytes >= nbytes:
             ahead, self._ahead = self._ahead, None
             return ahead
         await self.drop_ahead()
@@ -88,11 +92,17 @@ class Reservations:
         if reservation.publish_nowait(nbytes) is None:
             await self._call(reservation.publish(nbytes), what)
 
-    async def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
+    async def _reserved(self, key: ShardKey, nbytes: int, ready: bool) -> Reservation:
         driver = self._tier.driver
         found = driver.reserve_nowait(str(key), nbytes)
         if found is None:
-            found = await self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+            return await self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+        try:
+            if ready:
+                _ = found.buffer
+        except BaseException:
+            await self.drop(found, f"giving back the memory for {key}")
+            raise
         return found
 
     async def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:

@@ -33,7 +33,8 @@ class Reservation(abc.ABC):
     @abc.abstractmethod
     def buffer(self) -> memoryview:
         """The reserved bytes, and perhaps some more: writable, contiguous, format ``B``, page-aligned. Invalid once
-        published or dropped."""
+        published or dropped. Memory that ``reserve_nowait`` reserved may be made when this is first asked for, which
+        takes its time then. Errors, then: ``CapacityExceeded`` if somebody else has taken the room since."""
 
     @abc.abstractmethod
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:

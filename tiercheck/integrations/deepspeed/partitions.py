@@ -35,6 +35,7 @@ from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
@@ -350,8 +351,11 @@ class DeepSpeedProvider:
         self._replaying = True
         try:
             for call in self._layout.calls():
+                copied = copies(gradients, {master.name: master.tensor for master in call})
                 for master in call:
-                    master.tensor.grad = _gradient_for(master, gradients.get(master.name))
+                    gradient = copied.get(master.name)
+                    master.tensor.grad = None if gradient is None else gradient.view_as(master.tensor)
+                del copied
                 with self._layout.narrowed(call):
                     self._layout.inner.step()
         finally:
@@ -458,12 +462,6 @@ class DeepSpeedProvider:
         states.pop(master.tensor, None)
         if loaded:
             states[master.tensor] = loaded
-
-
-def _gradient_for(master: Master, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    return gradient.detach().to(master.tensor.device, master.tensor.dtype, copy=True).view_as(master.tensor)
 
 
 def _refuse_odd_tensors(layout: MasterLayout) -> None:

@@ -12,6 +12,7 @@ from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
@@ -181,12 +182,10 @@ class ModuleProvider:
 
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
         self._set_hyperparameters(hyperparameters)
+        copied = copies(gradients, self.masters())
         for name, parameter in self._masters.items():
-            gradient = gradients.get(name)
-            # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
-            if gradient is not None:
-                gradient = self.placed(gradient.to(parameter.device, parameter.dtype, copy=True), parameter)
-            parameter.grad = gradient
+            parameter.grad = self.placed(copied[name], parameter) if name in copied else None
+        del copied
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -28,6 +28,7 @@ from tiercheck.streams.replay.kernel_selection import kernel_for, stand_in_repla
 from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
+from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
@@ -215,10 +216,10 @@ class StoredState(StateProvider):
         for group, options in zip(optimizer.param_groups, hyperparameters, strict=True):
             set_options(group, on_host(options))
         self._options = [dict(options) for options in hyperparameters]
+        copied = copies(gradients, self._masters)
         for name, master in self._masters.items():
-            gradient = gradients.get(name)
-            # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
-            master.grad = None if gradient is None else gradient.to(master.dtype, copy=True).view_as(master)
+            master.grad = copied[name].view_as(master) if name in copied else None
+        del copied
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

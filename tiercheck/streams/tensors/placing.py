@@ -23,7 +23,7 @@ from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, given, is_given, tensor_in
 from tiercheck.streams.tensors.provider import StateProvider, check_shapes, extras_of
 
-__all__ = ["placed"]
+__all__ = ["copies", "placed"]
 
 CHUNK_NBYTES = 4 << 20
 """What a thread copies before it looks for more."""
@@ -113,6 +113,26 @@ def chunks(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[Bytes, 
     into, held = (array_of(each).reshape(-1).view(np.uint8) for each in (target, source))
     for start in range(0, into.size, CHUNK_NBYTES):
         yield into[start : start + CHUNK_NBYTES], held[start : start + CHUNK_NBYTES]
+
+
+def copies(gradients: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the masters' gradients, in their dtypes and on their devices: an optimizer may write to these, and keep them.
+    What was read may be a mapping that nobody can write to."""
+    found = {name: gradients[name] for name in masters if name in gradients}
+    made = new_like(
+        {
+            name: torch.empty_like(each, dtype=masters[name].dtype, device="meta")
+            for name, each in found.items()
+            if masters[name].device == HOST and each.nbytes >= SMALL_NBYTES
+        }
+    )
+    with torch.no_grad():
+        return {
+            name: made[name].copy_(each)
+            if name in made
+            else each.detach().to(masters[name].device, masters[name].dtype, copy=True)
+            for name, each in found.items()
+        }
 
 
 def new_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

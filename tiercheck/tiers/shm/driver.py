@@ -213,7 +213,7 @@ class ShmDriver(FileDriver):
     def reserve_nowait(self, key: str, nbytes: int) -> Reservation:
         self._check_reservation(key, nbytes)
         with self.mapped_errors(key), self.in_flight, self.locality.applied():
-            return self._reservation(key, self._mapped.reserve(nbytes, lambda: None))
+            return self._reservation(key, self._mapped.reserve(nbytes, lambda: None, may_be_later=True))
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         for nbytes, count in sizes:
@@ -262,7 +262,7 @@ class _ShmReservation(Reservation):
 
     @property
     def buffer(self) -> memoryview:
-        with self._driver.in_flight:  # the memory may be made ready here, and closing waits for that
+        with self._driver.mapped_errors(self.key), self._driver.in_flight:  # it may be made here: closing waits for it
             return self._live().view
 
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:

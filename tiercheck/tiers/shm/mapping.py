@@ -26,7 +26,7 @@ from tiercheck.tiers.shm.mapped_region import MappedRegion, MappedRegionCache
 from tiercheck.tiers.shm.numa import Locality
 from tiercheck.tiers.shm.pinning import CudaPinning
 from tiercheck.tiers.shm.pool import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages
-from tiercheck.tiers.shm.segments import Segment, SegmentDirectory
+from tiercheck.tiers.shm.segments import Segment, SegmentDirectory, at_once
 from tiercheck.tiers.threads import Threads
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
@@ -40,6 +40,8 @@ KEPT_WINDOWS_MAX = 512
 MARGIN_BYTES_MIN = 64 << 10
 MARGIN_SHARE = 64
 PREPARED_AT_ONCE_MAX = 4
+MADE_LATER_BYTES_MIN = 64 << 20
+"""To make less takes a thread 20 ms or so."""
 EXPECTATIONS_MAX = 64
 COPIED_AT_ONCE_BYTES = 8 << 20
 """By each of several threads."""
@@ -75,20 +77,27 @@ class MappedSegments:
         self._copiers.close()
         self.cache.clear()
 
-    def reserve(self, nbytes: int, check: Check) -> MappedSegment:
-        """Memory of ``nbytes`` or more, backed and mapped. Errors: ``CapacityExceeded``."""
+    def reserve(self, nbytes: int, check: Check, *, may_be_later: bool = False) -> MappedSegment:
+        """Memory of ``nbytes`` or more, backed and mapped. ``may_be_later``: if that takes long, it is backed when its
+        view is first asked for; it counts from now on. Errors: ``CapacityExceeded``."""
         self.locality.apply()
+        unmade: list[Callable[[], None]] = []
+        backing = unmade.append if may_be_later and nbytes >= MADE_LATER_BYTES_MIN else at_once
         pins = self._for_gpu(nbytes)
         if pins:  # what is pinned is not cut: it may be somewhat longer
             least, most = nbytes, nbytes + 2 * margin(nbytes)
         else:
             least, most = self._head_bytes(nbytes), nbytes
-        head = self.directory.take(least, most, check, self._selection, new_bytes=self._head_bytes(nbytes))
+        head = self.directory.take(
+            least, most, check, self._selection, new_bytes=self._head_bytes(nbytes), backing=backing
+        )
         tail: Segment | None = None
         try:
             missing = nbytes - head.nbytes
             if missing >= SPARE_BYTES_MIN:
-                tail = self.directory.take(missing, 2 * missing, check, Selection(fixed=self.cache.pinned))
+                tail = self.directory.take(
+                    missing, 2 * missing, check, Selection(fixed=self.cache.pinned), backing=backing
+                )
             elif missing > 0:
                 head = self.directory.extend(head, nbytes, check)
             region: MappedRegion | None = None
@@ -99,7 +108,7 @@ class MappedSegments:
             if 2 * head.recycled_bytes < nbytes:
                 with self._lock:
                     self.made[nbytes] += 1
-            return MappedSegment(self, head, tail, region, nbytes, pins=pins)
+            return MappedSegment(self, head, tail, region, nbytes, pins=pins, unmade=unmade)
         except BaseException:
             with contextlib.ExitStack() as undo:
                 for segment in filter(None, (head, tail)):
@@ -290,10 +299,13 @@ class MappedSegment:
         nbytes: int,
         *,
         pins: bool,
+        unmade: list[Callable[[], None]],
     ) -> None:
+        """``unmade``: calls that make what is not backed yet."""
         self.nbytes = nbytes
         """That were asked for."""
         self._pins = pins
+        self._unmade = unmade
         self.room = max(nbytes, head.nbytes)
         self._view = memoryview(bytearray()) if region is None else region.lend(self.room)
         self._segments = segments
@@ -305,9 +317,10 @@ class MappedSegment:
 
     @property
     def view(self) -> memoryview:
-        """That memory. The page table gets it when this is first asked for: of a base, in the thread that copies it.
-        For a GPU it is pinned then if :meth:`MappedSegments.prepare` has not come to it: to pin it takes less time than
-        to copy to it once by way of other memory."""
+        """That memory. It is made, and the page table gets it, when this is first asked for: of a base, in the thread
+        that copies it. For a GPU it is pinned then if :meth:`MappedSegments.prepare` has not come to it: to pin it
+        takes less time than to copy to it once by way of other memory. Errors: ``CapacityExceeded``."""
+        self._make()
         if self._region is not None:
             self._region.populate(lambda: None)
             if self._pins:
@@ -322,6 +335,7 @@ class MappedSegment:
         with self._lock:
             if self._head is None:
                 raise RuntimeError(f"the segment for {key!r} was given back before it could be published")
+            self._make()  # if nobody has asked for the view
             self._segments.learn(self.nbytes, nbytes)
             if self._region is not None and self._region.is_pinned:
                 info = self._publish_pinned(key, nbytes, mode, check)
@@ -344,6 +358,12 @@ class MappedSegment:
         with self._lock:
             if self._head is not None:
                 self._close(self._release_view())
+
+    def _make(self) -> None:
+        while self._unmade:
+            with self._segments.locality.applied():
+                self._unmade[0]()
+            del self._unmade[0]
 
     def _publish_pinned(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo | None:
         """Publish a copy if cutting the file would take pages away that are pinned.
@@ -386,6 +406,11 @@ class MappedSegment:
         head, tail, region = self._head, self._tail, self._region
         self._head = self._tail = self._region = None
         assert head is not None
+        if self._unmade:  # nobody has seen it, and no page of it need be there
+            self._unmade.clear()
+            for segment in filter(None, (head, tail)):
+                self._directory.destroy(segment)
+            return
         if region is not None and alone:
             region.hide_behind()
             if region.shown_bytes >= SPARE_BYTES_MIN:

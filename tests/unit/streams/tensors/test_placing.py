@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from tiercheck.errors import Mismatch
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.base import BaseState
-from tiercheck.streams.tensors.placing import placed
+from tiercheck.streams.tensors.placing import copies, placed
 
 SHAPE = (64, 80)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,3 +111,33 @@ def test_a_state_without_a_model_gets_all_of_its_memory(provider: ModuleProvider
     name = "0.weight"
     assert stored.masters()[name].data_ptr() == state.masters[name].data_ptr()
     assert stored.masters()[name].data_ptr() != saved.masters[name].data_ptr()
+
+
+def test_copies_of_gradients_are_the_optimizer_s_to_write_to_and_keep() -> None:
+    masters = {
+        "long": torch.zeros(64, 80),
+        "short": torch.zeros(3),
+        "half": torch.zeros(80, 64, dtype=torch.bfloat16),
+        "none": torch.zeros(5),
+    }
+    read = {name: torch.randn(masters[name].shape) for name in ("long", "short", "half")}
+    before = {name: each.clone() for name, each in read.items()}
+    first, second = copies(read, masters), copies(read, masters)
+    assert list(first) == ["long", "short", "half"], "none for what has no gradient"
+    for name, each in first.items():
+        assert (each.dtype, each.shape) == (masters[name].dtype, masters[name].shape)
+        assert torch.equal(each, before[name].to(each.dtype))
+        each.fill_(7)
+    assert all(torch.equal(read[name], before[name]) for name in read)
+    assert all(torch.equal(second[name], before[name].to(second[name].dtype)) for name in read)
+
+
+def test_copies_of_what_nobody_can_write_to() -> None:
+    values = np.arange(4096, dtype=np.float32)
+    values.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = torch.from_numpy(values)
+    (copied,) = copies({"a": read}, {"a": torch.zeros(4096)}).values()
+    copied.zero_()
+    assert values[-1] == 4095
