@@ -33,15 +33,28 @@ class View:
         self.tier = tier
         self.known, self.begun = set(tier), set(tier)
         self.unsure = False
+        self._listed: dict[tuple[str, ...] | None, Contents] = {}
+
+    def listed(self, prefixes: tuple[str, ...] | None) -> Contents:
+        """What is known under these prefixes; ``None``: of all of it."""
+        if prefixes not in self._listed:
+            known = Contents.of((key, 1) for key in self.known)
+            self._listed[prefixes] = known if prefixes is None else under(known, prefixes)
+        return self._listed[prefixes]
 
     def renew(self, cut: str, rank: int) -> None:
         """The listing ends, and another begins. It was at ``cut`` when everything in between happened."""
         listed = {key for key in self.begun if str(key) < cut} | {key for key in self.tier if str(key) >= cut}
         self.unsure = rank != COORDINATOR and any(isinstance(key, CommitKey) for key in listed - self.known)
+        if listed != self.known:
+            self._listed = {}
         self.known, self.begun = listed, set(self.tier)
 
     def note(self, before: set[Key], after: set[Key]) -> None:
         """The mover itself has done that."""
+        if before == after:
+            return
+        self._listed = {}
         for each in (self.known, self.begun):
             each -= before - after
             each |= after - before
@@ -73,11 +86,7 @@ class OldViews(Cluster):
         """What the rank decides on."""
         seen = self.observe(index)
         views = [self.view(index, role.index) for role in self.roles[1:]]
-        known = (Contents.of((key, 1) for key in view.known) for view in views)
-        listed = (
-            under(each, self.prefixes(index)) if view.tier is self.durable else each
-            for each, view in zip(known, views, strict=True)
-        )
+        listed = (view.listed(self.prefixes(index) if view.tier is self.durable else None) for view in views)
         return replace(seen, contents=(seen.contents[0], *listed)), views
 
     def view(self, index: int, tier: int) -> View:
