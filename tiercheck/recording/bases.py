@@ -195,9 +195,11 @@ class Bases:
         began = self._scheduler.time()
         capture = self._stream.base(ShardKey.base(self._generation, version, self._rank))
         constants = capture.constants
-        room = await self._memory.reserve(constants.key, constants.nbytes_max) if constants is not None else None
+        # The thread that copies them makes the memory, if it is not ready: gigabytes take seconds.
+        room = None
+        if constants is not None:
+            room = await self._memory.reserve(constants.key, constants.nbytes_max, ready=False)
         try:
-            # The thread that copies it makes the memory, if it is not ready: gigabytes take seconds.
             reservation = await self._memory.reserve(capture.key, capture.nbytes_max, ready=False)
         except BaseException:
             if room is not None:

@@ -120,7 +120,7 @@ class SegmentDirectory(ObjectDirectory):
         """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one, of
         ``new_bytes`` if that is within these bounds, and there is room.
         ``empties_pool``: if there is no memory but what is kept for reuse, that is given up. ``backing``: calls what it
-        is given, which makes the file's memory.
+        is given, which makes the memory that the file lacks.
 
         Errors: ``CapacityExceeded``; then nothing is kept.
         """
@@ -152,11 +152,12 @@ class SegmentDirectory(ObjectDirectory):
         temporary = Temporary(path, fd, stamp_ns)
         self._taken.add(temporary)
         segment = Segment(temporary, nbytes, recycled_bytes, status.st_ino, status.st_mtime_ns)
-        try:
-            backing(lambda: self._back(fd, recycled_bytes, nbytes, check, empties_pool=empties_pool))
-        except BaseException:
-            self.destroy(segment)
-            raise
+        if recycled_bytes < nbytes:
+            try:
+                backing(lambda: self._back(fd, recycled_bytes, nbytes, check, empties_pool=empties_pool))
+            except BaseException:
+                self.destroy(segment)
+                raise
         return segment
 
     def publish_beginning(self, segment: Segment, nbytes: int, key: str, mode: PutMode) -> ObjectInfo:

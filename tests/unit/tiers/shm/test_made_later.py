@@ -78,6 +78,15 @@ async def test_what_is_short_or_may_wait_is_made_at_once(name: str, made: Made) 
         assert made.nbytes == 2 * LONG - 1
 
 
+async def test_what_was_ready_goes_back_as_it_is(name: str, made: Made) -> None:
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        await driver.prepare_reservations([(LONG, 1)])
+        await driver.reserve_nowait("a", LONG).drop()
+        assert [path.stat().st_blocks * 512 for path in files(name)] == [LONG]
+        driver.reserve_nowait("a", LONG).buffer[:4] = b"used"
+        assert made.nbytes == LONG
+
+
 @pytest.mark.parametrize("used", [True, False])
 async def test_what_nobody_used_leaves_no_file_that_looks_ready(name: str, made: Made, used: bool) -> None:
     async with ShmDriver(name, size=64 * MIB) as driver:
