@@ -143,11 +143,10 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
             wait_for_folds(checkpointer)
     digest = state_digest(engine)
     begun = time.perf_counter()
-    stats = Stats()
     if checkpointer is not None:
         checkpointer.close()
-        stats = checkpointer.stats
     drain_s = time.perf_counter() - begun
+    stats = Stats() if checkpointer is None else checkpointer.stats
     progress.write("finished", digest=digest, drain_s=drain_s, captured=stats.bases, folded=stats.mover.folded_bases)
     engine.destroy()
 

@@ -2,7 +2,8 @@
 
 What the provider holds already is overwritten in place. For the rest, such as the moments of an optimizer that has not
 stepped, memory is made, of huge pages where the machine has them, and given to the provider to keep: filling fresh
-pages of four KiB takes several times as long as the copy.
+pages of four KiB takes several times as long as the copy. Gradients for an optimizer that is called lie in such
+memory, too.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ OPEN_ATTEMPTS_MAX = 1000
 
 @dataclass(frozen=True)
 class Segment:
-    """A temporary file of ``nbytes``, all of them backed by memory."""
+    """A temporary file of ``nbytes``, all of them backed by memory once its backing was made."""
 
     temporary: Temporary
     nbytes: int
