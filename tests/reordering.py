@@ -95,6 +95,7 @@ class Reordering:
     """See :class:`~tiercheck.streams.device.protocol.Device`."""
 
     name = "reordering:0"
+    nbytes = 1 << 30
 
     def __init__(self, seed: int, *, pins: bool = True) -> None:
         self.seed = seed

@@ -40,10 +40,10 @@ class CheckpointConfig:
     what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
     encode_threads: int = 1
     """The most threads that copy or encode gradients, the training's own among them."""
-    gpu_staging_bytes: int = 512 << 20
-    """The most GPU memory in which gradients are staged on their way to the first tier. It is taken when the job is
-    attached, and no more than one record needs. If a record needs more, the optimizer's step waits on the GPU for some
-    of its copies. Jobs on CPUs take none."""
+    gpu_staging_bytes: int = 0
+    """The most GPU memory in which gradients are staged on their way to the first tier; 0: a fortieth of the GPU's
+    memory. It is taken when the job is attached, and no more than one record needs. If a record needs more, the
+    optimizer's step waits on the GPU for some of its copies. Jobs on CPUs take none."""
     gpu_feedback: bool = True
     """Whether what ``int8+feedback``, ``nf4+feedback`` or ``onebit+feedback`` has left out is kept in GPU memory, where
     the GPU encodes. ``False``: in host memory, where gradients are encoded then, beside training. With training on the
@@ -173,7 +173,7 @@ BOUNDS = (
     ("lag_max", 0, VERSION_MAX),
     ("encode_threads", 1, THREADS_MAX),
     ("recovery_threads", 0, THREADS_MAX),
-    ("gpu_staging_bytes", 1, 1 << 48),
+    ("gpu_staging_bytes", 0, 1 << 48),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Holding, Sizes, holding
+from tiercheck.policy.first_tier import BASES_MAX, Holding, Sizes, holding
 from tiercheck.policy.policies import CadencePolicy, EveryVersions
 from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX
 from tiercheck.streams.state import StateStream
@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+OPENING_SHARE = 0.9
+"""Of a base: memory for so much is used again for one."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Demand:
             "%s will hold %s, %s, while the other tiers keep up; after a restart, or while they lag, up to %d bases "
             "and %d %s, %s",
             tier,
-            self._held(BASES_USUAL, holding.records_usual),
+            self._held(holding.bases_usual, holding.records_usual),
             self._in_all(holding.nbytes_usual),
             BASES_MAX,
             holding.records_lagging,
@@ -82,11 +85,14 @@ class Demand:
             self._in_all(holding.nbytes_max),
         )
 
-    def reservations(self, room: int, base_every: int) -> list[tuple[int, int]]:
+    def reservations(self, room: int, base_every: int, opening_nbytes: int) -> list[tuple[int, int]]:
         """(bytes, count) of the reservations to come, in the order of need, beside the opening base and its constants.
-        If not all fit into ``room``, bases come first: what one costs that is not ready is felt most."""
+        If not all fit into ``room``, bases come first: what one costs that is not ready is felt most.
+        ``opening_nbytes``: of the opening base. Before the first step the optimizer has no state, and the memory of a
+        base without it is too short for one that is captured later."""
         sizes = self.holding.sizes
-        bases = min(BASES_USUAL - 1, room // sizes.base_nbytes)
+        lasts = self.holding.fold_every > 0 or opening_nbytes >= OPENING_SHARE * sizes.base_nbytes
+        bases = min(self.holding.bases_usual - lasts, room // sizes.base_nbytes)
         records = min(self.holding.records_usual, (room - bases * sizes.base_nbytes) // sizes.record_nbytes_max)
         soon = min(records, base_every)
         return [(sizes.record_nbytes_max, soon), (sizes.base_nbytes, bases), (sizes.record_nbytes_max, records - soon)]
@@ -179,7 +185,7 @@ def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> N
         )
 
 
-async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int) -> None:
+async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int, opening_nbytes: int) -> None:
     """Have the first tier's memory touched and mapped, as far as there is room, or the tier keeps ready. That takes as
     long as the memory is large, so it is done beside training, after the opening base has got its own. What is not
     ready yet costs its first use more. What the tier keeps for reuse beyond what it usually holds it gives back."""
@@ -190,9 +196,9 @@ async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int) -> Non
         if usage.free_bytes is None or usage.limit_bytes is None:
             return
         try:
-            await driver.prepare_reservations(demand.reservations(usage.free_bytes, base_every))
+            await driver.prepare_reservations(demand.reservations(usage.free_bytes, base_every, opening_nbytes))
         except CapacityExceeded:  # it keeps less than that beside its objects
             room = min(usage.free_bytes, usage.limit_bytes // 2)
-            await driver.prepare_reservations(demand.reservations(room, base_every))
+            await driver.prepare_reservations(demand.reservations(room, base_every, opening_nbytes))
     except TierError as error:
         log.warning("not all memory is prepared, so that some captures take longer: %s", error)

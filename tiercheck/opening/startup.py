@@ -396,13 +396,13 @@ class _Startup:
             key, references = found[0].key, found[1]
             if await brought(ranks, opened.tiers, key, references, restored.sound):
                 state.stream.refer_to(key, references)
-        await recorder.begin()
+        opening_nbytes = await recorder.begin()
         if (start.recovery is None or restored.made) and ranks.world_size > 1:
             # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
             # come to nothing, and the next start would have to take the others' versions for a loss. So it is with a
             # stage that was made anew.
             await recorder.finish_base()
-        preparing = prepare_memory(opened.tiers.first, opened.demand, config.base_every)
+        preparing = prepare_memory(opened.tiers.first, opened.demand, config.base_every, opening_nbytes)
         self.held.preparing = ranks.scheduler.start(preparing)
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from

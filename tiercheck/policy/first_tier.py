@@ -2,7 +2,8 @@
 
 A base stays until the next one is whole and no rank needs the one before (:mod:`tiercheck.policy.watermark`). So there
 are two while one is being made, and a third one when a restart adds its opening base, or while a base takes longer on
-its way to the durable tier than the next ones take to come. Differentials stay until a base after them is there, and
+its way to the durable tier than the next ones take to come. If no tier that all ranks share commits bases, three are
+usual: two are kept here. Differentials stay until a base after them is there, and
 every other tier that is to hold them has them.
 
 In bytes a trained parameter, with Adam in fp32 (12 a base), folded every 5 versions, in batches of 5::
@@ -68,6 +69,8 @@ class Holding:
     """While they lag as far as bases may."""
     records_max: int | None = None
     """Before there are more, training waits; ``None``: they are not counted."""
+    bases_usual: int = BASES_USUAL
+    """While the other tiers keep up."""
 
     @property
     def records_unfolded(self) -> int:
@@ -86,7 +89,7 @@ class Holding:
 
     @property
     def nbytes_usual(self) -> int:
-        return self.nbytes(BASES_USUAL, self.records_usual)
+        return self.nbytes(self.bases_usual, self.records_usual)
 
     @property
     def nbytes_least(self) -> int:
@@ -118,7 +121,7 @@ def holding(
         records = 2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1
         return Holding(sizes, 0, records, records)
     if not (fold_every or each_commits):
-        return Holding(sizes, 0, records_lagging, records_lagging)
+        return Holding(sizes, 0, records_lagging, records_lagging, bases_usual=BASES_MAX)
     every = fold_every
     while True:
         apart = every or interval

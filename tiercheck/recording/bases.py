@@ -184,9 +184,10 @@ class Bases:
         self._modes.chain.on(ChainEvent.GAP)
         self._modes.base.on(BaseEvent.NEEDED)
 
-    async def begin(self, version: int, *, opening: bool = False) -> None:
+    async def begin(self, version: int, *, opening: bool = False) -> int:
         """Reserve memory and start the lazy copy. If the bases before have not drained, wait for them. A generation's
-        opening base has none before it. Errors: ``SaveError``; ``TierError``."""
+        opening base has none before it. Returns the bytes reserved for the base. Errors: ``SaveError``;
+        ``TierError``."""
         await self.finish()
         if not opening:
             await self._wait_for_room(version)
@@ -213,6 +214,7 @@ class Bases:
         self._saves.count(base_stall_s=self._scheduler.time() - began)
         if not lazily:
             await self.finish_copy()
+        return capture.nbytes_max
 
     async def settle_with_others(self, version: int) -> None:
         """All ranks make a base at this version: agree with them. Errors: ``SaveError``; ``GroupError``."""

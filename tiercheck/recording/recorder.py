@@ -163,11 +163,13 @@ class Recorder:
         """Why the newest version could not be saved, if that was raised."""
         return self._saves.failure
 
-    async def begin(self) -> None:
-        """Capture the generation's opening base. Errors: ``SaveError`` (see ``on_save_error``)."""
+    async def begin(self) -> int:
+        """Capture the generation's opening base. Returns for how many bytes there is memory now: 0 if that failed.
+        Errors: ``SaveError`` (see ``on_save_error``)."""
         self._stream.mark_stepped()
         with self._saves.saving(self.version):
-            await self._bases.begin(self.version, opening=True)
+            return await self._bases.begin(self.version, opening=True)
+        return 0
 
     async def capture(self, version: int, gradients: Mapping[str, Any]) -> None:
         """Take the gradients of the coming step, or of a part of it, before the step changes anything.

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -221,10 +221,24 @@ def test_nobody_waits_for_memory_that_is_made_ready(tmp_path: Path) -> None:
 
 def test_bases_are_made_ready_before_anything_else_if_room_is_short() -> None:
     demand = Demand(holding(SIZES, interval=17, batch=5, fold_every=0, each_commits=True))
-    assert demand.reservations(1000, 5) == [(10, 5), (100, 1), (10, 19)]
-    assert demand.reservations(130, 5) == [(10, 3), (100, 1), (10, 0)]
-    assert demand.reservations(50, 5) == [(10, 5), (100, 0), (10, 0)]
-    assert demand.reservations(0, 5) == [(10, 0), (100, 0), (10, 0)]
+    assert demand.reservations(1000, 5, 95) == [(10, 5), (100, 1), (10, 19)]
+    assert demand.reservations(130, 5, 95) == [(10, 3), (100, 1), (10, 0)]
+    assert demand.reservations(50, 5, 95) == [(10, 5), (100, 0), (10, 0)]
+    assert demand.reservations(0, 5, 95) == [(10, 0), (100, 0), (10, 0)]
+
+
+def test_as_many_bases_are_made_ready_as_will_be_there_at_a_time() -> None:
+    def ready(opening_nbytes: int, **options: Any) -> int:
+        demand = Demand(holding(SIZES, interval=17, batch=5, **options))
+        (_, (nbytes, count), _) = demand.reservations(10_000, 5, opening_nbytes)
+        assert nbytes == SIZES.base_nbytes
+        return count
+
+    kept = {"fold_every": 0, "each_commits": False}
+    committed = {"fold_every": 0, "each_commits": True}
+    assert (ready(95, **committed), ready(95, **kept)) == (1, 2), "beside the opening base, whose memory is used again"
+    assert (ready(33, **committed), ready(33, **kept)) == (2, 3), "that of one without the optimizer's state is not"
+    assert ready(33, fold_every=5, each_commits=True) == 1, "others make those that are folded"
 
 
 def test_training_waits_by_name_before_memory_grows(tmp_path: Path) -> None:

@@ -111,6 +111,10 @@ class Cuda:
     def name(self) -> str:
         return str(self._device)
 
+    @property
+    def nbytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 

@@ -49,6 +49,11 @@ class Device(Protocol):
         """For messages, such as ``cuda:0``."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """All memory that it has."""
+        ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is the device's."""
         ...

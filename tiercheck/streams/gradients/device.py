@@ -6,9 +6,8 @@ See :mod:`tiercheck.streams.gradients.staged` for the way that they take.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,18 +17,24 @@ import torch
 
 from tiercheck import kernels
 from tiercheck.errors import CapacityExceeded, ConfigurationError, SaveError
-from tiercheck.format.container import ShardWriter
+from tiercheck.format.container import ShardWriter, TensorSpec
 from tiercheck.format.header import round_up
-from tiercheck.kernels.reference.scale_search import FOUND_NBYTES, SAMPLED_TENSORS_MAX
-from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Encoding, Part
+from tiercheck.kernels.reference.scale_search import FOUND_NBYTES
+from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
-from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
+from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange, landings_of
+from tiercheck.streams.gradients.description import Gathered
+from tiercheck.streams.gradients.gathered import check_trained
+from tiercheck.streams.gradients.pieces import hash_all
 from tiercheck.streams.gradients.room import GradientRoom
-from tiercheck.streams.gradients.staged import HostMemory, Landing, Ring, Staged, parts_of
-from tiercheck.streams.records.record_names import gradient_name
+from tiercheck.streams.gradients.routes import Route, parts_of, route_of
+from tiercheck.streams.gradients.scales import Scale
+from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged
+from tiercheck.streams.records.record_names import gradient_name, stamp
 from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
@@ -42,6 +47,10 @@ BUFFER, SCALES = "buffer ", "scales "
 """Before the name of a buffer, and the number of a call, among what lands on the host as it is."""
 ONE = 0x3F800000
 """The pattern of the fp32 number 1."""
+STAGING_SHARE = 40
+"""2 GiB of 80: what a rank that trains a billion parameters has of gradients in half precision."""
+KEPT_MAX = 16
+"""Calls of a record whose arrangements are kept."""
 
 
 class OnDevice:
@@ -56,7 +65,7 @@ class OnDevice:
         narrowed: Collection[str] = (),
         residual_sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``nbytes_max``: of the staging. ``narrowed``: the masters whose fp32 gradients are said to be bf16 numbers
+        """``nbytes_max``: of the staging; 0: a share of the device's memory. ``narrowed``: the masters whose fp32 gradients are said to be bf16 numbers
         times one scale. ``residual_sizes``: elements that the device is to keep by master, if the codec is a block
         codec with feedback. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be
         compiled."""
@@ -73,8 +82,10 @@ class OnDevice:
         elif self.narrowed:
             self._prepare_to_narrow()
         self.residuals = DeviceResiduals(device, residual_sizes)
-        self.ring = Ring(device, nbytes_max, room.nbytes_most)
+        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, room.nbytes)
         self.hosts = HostMemory(device)
+        self._came: dict[tuple[str, ...], Came] = {}
+        """By names, the gradients of the last call that brought these."""
         log.info(
             "gradients on %s are staged in %s of its memory, in chunks of %s",
             device.name,
@@ -82,11 +93,38 @@ class OnDevice:
             bytes_text(self.ring.chunk_nbytes),
         )
 
-    def is_direct(self, name: str, gradient: torch.Tensor) -> bool:
+    def arranged(self, gradients: Mapping[str, torch.Tensor], masters: Mapping[str, TensorSpec]) -> Arrangement:
+        """What becomes of these. Errors: ``SaveError`` for one of no trained tensor, and for one on the host whose
+        residual the device keeps."""
+        names = tuple(gradients)
+        before = self._came.get(names)
+        if before is None or not before.is_like(gradients, self):
+            if len(self._came) >= KEPT_MAX:
+                self._came.clear()
+            before = self._came[names] = Came.now(gradients, self, self._arrange(gradients, masters))
+        return before.arrangement
+
+    def _arrange(self, gradients: Mapping[str, torch.Tensor], masters: Mapping[str, TensorSpec]) -> Arrangement:
+        direct: list[Direct] = []
+        by_host: list[str] = []
+        for name, gradient in gradients.items():
+            check_trained(masters, name, gradient.shape)
+            held = self.device.holds(gradient)
+            if name in self.residuals.of and not held:
+                raise SaveError(
+                    f"the gradient of {name!r} came on the host, and {self.device.name} keeps what feedback has left "
+                    "out of those before: give it there, or attach with gpu_feedback=False"
+                )
+            narrows = name in self.narrowed and gradient.dtype is torch.float32 and held
+            if narrows or (held and self._is_direct(name, NAMES[gradient.dtype])):
+                parts = parts_of(gradient, self.blocks, narrows=narrows)
+                direct.append(Direct(name, gradient.shape, gradient.dtype, narrows, parts))
+            else:
+                by_host.append(name)
+        return arrange(direct, by_host, self.codec, self.blocks, self.ring.chunk_nbytes)
+
+    def _is_direct(self, name: str, dtype: str) -> bool:
         """Whether what is stored of a gradient is made on the device, as it is or by a block codec."""
-        if not self.device.holds(gradient):
-            return False
-        dtype = NAMES[gradient.dtype]
         if type(self.codec) is Exact:
             return dtype == self.room.dtypes[name] or dtype != "F32"
         has_residual = isinstance(self.codec, BlockCodec) or name in self.residuals.of
@@ -98,6 +136,43 @@ class OnDevice:
         except ConfigurationError as error:
             log.warning("gradients on %s are narrowed on the host, which takes longer: %s", self.device.name, error)
             self.narrowed = frozenset()
+
+
+@dataclass(frozen=True)
+class Came:
+    """What the arrangement of some gradients depends on."""
+
+    arrangement: Arrangement
+    kinds: tuple[tuple[torch.dtype, torch.Size, bool], ...]
+    """Of each gradient, also whether the device holds it."""
+    narrowed: frozenset[str]
+    stored: Mapping[str, str]
+
+    @classmethod
+    def now(cls, gradients: Mapping[str, torch.Tensor], common: OnDevice, arrangement: Arrangement) -> Came:
+        kinds = tuple((each.dtype, each.shape, common.device.holds(each)) for each in gradients.values())
+        return cls(arrangement, kinds, common.narrowed, common.room.dtypes)
+
+    def is_like(self, gradients: Mapping[str, torch.Tensor], common: OnDevice) -> bool:
+        """Whether the same becomes of gradients of the same names."""
+        holds = common.device.holds
+        known = self.narrowed is common.narrowed and self.stored is common.room.dtypes
+        return known and all(
+            each.dtype is dtype and each.shape == shape and holds(each) is held
+            for each, (dtype, shape, held) in zip(gradients.values(), self.kinds, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The gradients of one call. ``starts``: where each part lies in the record."""
+
+    arrangement: Arrangement
+    starts: Sequence[int]
+    recurs: bool
+    """Whether they come first in the record."""
+    scales: str
+    """The name under which what was found of their scale lands on the host; empty if none are narrowed."""
 
 
 class DeviceResiduals:
@@ -155,10 +230,7 @@ class DeviceGradients:
         self._memory = memory
         self._version = version
         self._staged = Staged(common.ring, common.hosts, memory, pinned=common.device.is_pinned)
-        self._direct: dict[str, tuple[Encoding, list[tuple[Part, int]]]] = {}
-        """By master, what is said of it but for scalars, and where its parts begin in the memory."""
-        self._narrowed: dict[str, str] = {}
-        """By master, the name under which what was found of its scale lands on the host."""
+        self._sent: list[Sent] = []
         self._late = late
         self._bases_begun = bases_begun
         self._comparisons: Sequence[Comparison] = ()
@@ -168,47 +240,63 @@ class DeviceGradients:
         """Whether the record's memory is, so that it had better be published as it is."""
         return self._staged.is_pinned
 
-    def send(self, gradients: Mapping[str, torch.Tensor], nbytes_most: int) -> None:
-        """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent;
-        ``SaveError`` for a gradient on the host whose residual the device keeps."""
-        common, holds = self._common, self._common.device.holds
-        if astray := [name for name, each in gradients.items() if name in common.residuals.of and not holds(each)]:
-            raise SaveError(
-                f"the gradient of {astray[0]!r} came on the host, and {common.device.name} keeps what feedback has "
-                "left out of those before: give it there, or attach with gpu_feedback=False"
-            )
-        narrowed = {
-            name
-            for name, each in gradients.items()
-            if name in common.narrowed and each.dtype is torch.float32 and holds(each)
-        }
-        direct = {name: each for name, each in gradients.items() if name in narrowed or common.is_direct(name, each)}
-        planned = {name: parts_of(each, common.blocks, narrowed=name in narrowed) for name, each in direct.items()}
-        needed = sum(round_up(part.nbytes) for parts in planned.values() for part in parts)
+    def send(self, gradients: Mapping[str, torch.Tensor], masters: Mapping[str, TensorSpec], nbytes_most: int) -> None:
+        """``nbytes_most``: of the record with these. Errors: ``CapacityExceeded``, before anything is sent; as of
+        :meth:`OnDevice.arranged`."""
+        common, arrangement = self._common, self._common.arranged(gradients, masters)
         assert self._writer is not None
-        if self._writer.nbytes + needed > nbytes_most:
-            raise CapacityExceeded(
-                f"the gradients take {needed} bytes more, and would end behind byte {nbytes_most} of the record"
-            )
-        found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if narrowed else None
-        target = self._staged.target(needed)
-        landings = [
-            self._landing(self._writer, name, each, planned[name], found if name in narrowed else None)
-            for name, each in direct.items()
-        ]
-        host = {name: each for name, each in gradients.items() if name not in direct}
+        if (end := round_up(self._writer.nbytes) + arrangement.nbytes) > nbytes_most:
+            raise CapacityExceeded(f"the gradients would end at byte {end} of the record, behind byte {nbytes_most}")
+        host = self._staged.target(arrangement.nbytes)
+        found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if arrangement.searched else None
+        by_host = {name: gradients[name] for name in arrangement.by_host}
+        if arrangement.direct:
+            sent = self._placed(self._writer, arrangement)
+            self._sent.append(sent)
+            route, start = arrangement.route, sent.starts[0]
+            if not sent.recurs and [each - start for each in sent.starts] != arrangement.starts:
+                landings = landings_of(arrangement.direct, (each - start for each in sent.starts), common.blocks)
+                route = route_of(landings, common.ring.chunk_nbytes)
+            self._staged.send(self._sending(arrangement, route, gradients, found), start, arrangement.nbytes, host)
         if found is not None:
-            scales = f"{SCALES}{len(self.sent)}"
-            self._narrowed.update(dict.fromkeys(narrowed, scales))
-            of = [gradients[name] for name in direct if name in narrowed]
-            self._staged.send(landings, target, partial(find_scale, common.device, of, found))
-            host[scales] = found
-        elif landings:
-            self._staged.send(landings, target, common.residuals.clearing(self._bases_begun))
-            common.residuals.begun(self._bases_begun)
-        if host:
-            self._staged.send_to_host(host)
+            by_host[self._sent[-1].scales] = found
+        if by_host:
+            self._staged.send_to_host(by_host)
         self.sent = self.sent.union(gradients)
+
+    def _placed(self, writer: ShardWriter, arrangement: Arrangement) -> Sent:
+        """Where the parts lie in the record from now on."""
+        scales = f"{SCALES}{len(self._sent)}" if arrangement.searched else ""
+        tensors = arrangement.tensors
+        if tensors is not None and not self.sent:
+            start = writer.nbytes
+            writer.recurring(tensors, stamp(self._version))
+            return Sent(arrangement, [start + each for each in tensors.starts], True, scales)
+        starts: list[int] = []
+        for each in arrangement.direct:
+            for part in each.parts:
+                slot = writer.slot(gradient_name(self._version, each.name, part.suffix), part.dtype, part.shape)
+                starts.append(writer.nbytes - slot.nbytes)
+        return Sent(arrangement, starts, False, scales)
+
+    def _sending(
+        self,
+        arrangement: Arrangement,
+        route: Route,
+        gradients: Mapping[str, torch.Tensor],
+        found: torch.Tensor | None,
+    ) -> Sending:
+        common = self._common
+        tensors = [gradients[each.name] for each in arrangement.direct]
+        if found is not None:
+            searched = [tensors[index] for index in arrangement.searched]
+            return Sending(route, tensors, found=found, first=partial(find_scale, common.device, searched, found))
+        residuals, first = common.residuals, None
+        if arrangement.direct:
+            first = residuals.clearing(self._bases_begun)
+            residuals.begun(self._bases_begun)
+        kept = [residuals.of[each.name] for each in arrangement.direct] if residuals.of else ()
+        return Sending(route, tensors, residuals=kept, first=first)
 
     def end(self, buffers: Mapping[str, torch.Tensor], comparisons: Sequence[Comparison]) -> None:
         """What else belongs to the version, as of now. ``comparisons``: if any differ, the record is none."""
@@ -232,29 +320,65 @@ class DeviceGradients:
         for late, comparisons in compared:
             if names := {name: None for each in comparisons for name in each.differing()}:
                 raise WrittenUnseen(tuple(names), late=late)
-        if lost := [name for name, scales in self._narrowed.items() if found_in(self._staged.host[scales])[1]]:
+        lost = [
+            each.name
+            for sent in self._sent
+            if sent.scales and found_in(self._staged.host[sent.scales])[1]
+            for each in sent.arrangement.direct
+            if each.narrows
+        ]
+        if lost:
             self._common.narrowed = self._common.narrowed.difference(lost)
             self._common.room.note(dict.fromkeys(lost, "F32"))
             raise OtherwiseStored(lost)
 
-    def take_encodings(self, stored: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Of those that landed in the record. ``stored``: gets the dtypes in which the next ones of them had better be
-        stored."""
-        direct, self._direct = self._direct, {}
-        found: dict[str, dict[str, Any]] = {}
-        for name, (encoding, places) in direct.items():
-            if (codec := self._common.blocks) is not None:
-                codes, scales = (self._array(part, start) for part, start in places)
-                nonfinite = codec.nonfinite(codes, scales, math.prod(encoding.shape))
-                encoding = replace(encoding, scalars={"nonfinite": nonfinite})
-            elif name in self._narrowed:
-                scale, _ = found_in(self._staged.host[self._narrowed[name]])
-                if scale != ONE:
-                    encoding = replace(encoding, scalars={SCALE: scale})
+    def taken(self, stored: dict[str, str], threads: int) -> tuple[Gathered | None, dict[str, dict[str, Any]]]:
+        """What landed in the record: what comes first there, and how the others are encoded, by master. ``stored``:
+        gets the dtypes in which the next ones of them had better be stored. ``threads``: that compute checksums."""
+        sent, self._sent = self._sent, []
+        gathered: Gathered | None = None
+        encodings: dict[str, dict[str, Any]] = {}
+        for each in sent:
+            arrangement, scale = each.arrangement, self._scale(each)
+            description = arrangement.description if scale is None else arrangement.scaled
+            if each.recurs:
+                assert arrangement.tensors is not None
+                memory = self._memory[each.starts[0] : each.starts[0] + arrangement.tensors.nbytes]
+                gathered = Gathered(hash_all(arrangement.pieces, memory, threads=threads), description, scale)
             else:
-                stored[name] = narrowest(self._array(*places[0]), encoding.dtype)
-            found[name] = encoding.to_object()
+                encodings |= description.encodings_with(scale)
+            encodings |= self._with_nonfinite(each)
+            stored |= self._narrowest(each)
+        return gathered, encodings
+
+    def _scale(self, sent: Sent) -> Scale | None:
+        if not sent.scales:
+            return None
+        pattern, _ = found_in(self._staged.host[sent.scales])
+        return None if pattern == ONE else Scale("BF16", float(np.uint32(pattern).view(np.float32)))
+
+    def _with_nonfinite(self, sent: Sent) -> dict[str, dict[str, Any]]:
+        """The encodings of those in which a block codec has found numbers that are not finite."""
+        codec, found = self._common.blocks, dict[str, dict[str, Any]]()
+        if codec is None:
+            return found
+        starts = iter(sent.starts)
+        for each in sent.arrangement.direct:
+            codes, scales = (self._array(part, next(starts)) for part in each.parts)
+            if count := codec.nonfinite(codes, scales, each.shape.numel()):
+                said = sent.arrangement.description.encodings[each.name]
+                found[each.name] = {**said, "scalars": {"nonfinite": count}}
         return found
+
+    def _narrowest(self, sent: Sent) -> dict[str, str]:
+        """fp32 values that bf16 holds take half the room if they go by way of host memory."""
+        if type(self._common.codec) is not Exact:
+            return {}
+        return {
+            each.name: "BF16"
+            for each, start in zip(sent.arrangement.direct, sent.starts, strict=True)
+            if each.parts[0].dtype == "F32" and is_bfloat16(self._array(each.parts[0], start))
+        }
 
     def on_host(self, buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gradients and buffers that landed as they are."""
@@ -268,25 +392,6 @@ class DeviceGradients:
         self._memory = memoryview(b"")
         self._writer = None
 
-    def _landing(
-        self,
-        writer: ShardWriter,
-        name: str,
-        gradient: torch.Tensor,
-        parts: Sequence[Part],
-        found: torch.Tensor | None,
-    ) -> Landing:
-        codec, residual = self._common.blocks, self._common.residuals.of.get(name)
-        starts: list[int] = []
-        for part in parts:
-            slot = writer.slot(gradient_name(self._version, name, part.suffix), part.dtype, part.shape)
-            starts.append(writer.nbytes - slot.nbytes)
-        suffixes, shape = tuple(part.suffix for part in parts), tuple(gradient.shape)
-        text = (codec or self._common.codec).text
-        encoding = Encoding(text, NAMES[gradient.dtype], shape, suffixes)
-        self._direct[name] = encoding, list(zip(parts, starts, strict=True))
-        return Landing(gradient, tuple(starts), codec, found, residual)
-
     def _array(self, part: Part, start: int) -> Any:
         return np.frombuffer(self._memory[start : start + part.nbytes], DTYPES[part.dtype])
 
@@ -298,9 +403,7 @@ def block_codec(codec: Codec) -> BlockCodec | None:
 
 
 def find_scale(device: Device, gradients: Sequence[torch.Tensor], found: torch.Tensor) -> None:
-    """On the device, in the largest of them."""
-    largest = sorted(gradients, key=torch.Tensor.numel)[-SAMPLED_TENSORS_MAX:]
-    device.find_scale([each.detach().reshape(-1) for each in largest], found)
+    device.find_scale([each.detach().reshape(-1) for each in gradients], found)
 
 
 def found_in(memory: torch.Tensor) -> tuple[int, int]:
@@ -309,6 +412,5 @@ def found_in(memory: torch.Tensor) -> tuple[int, int]:
     return scale, lost
 
 
-def narrowest(array: Any, dtype: str) -> str:
-    """fp32 values that bf16 holds take half the room if they go by way of host memory."""
-    return "BF16" if dtype == "F32" and array.size and kernels.is_bfloat16(array) else dtype
+def is_bfloat16(array: Any) -> bool:
+    return bool(array.size) and kernels.is_bfloat16(array)

@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from tiercheck import kernels
 from tiercheck.errors import SaveError
-from tiercheck.format import host_state
 from tiercheck.format.container import Recurring, ShardWriter, TensorSpec
 from tiercheck.kernels import Kernel
 from tiercheck.kernels.reference.gathering import first_word, words_at
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.gradients.description import Description, Gathered
 from tiercheck.streams.gradients.pieces import Piece, Stored, checksums_of, copy_all, look_at_all, pieces_of
 from tiercheck.streams.gradients.scales import Scale, Scales
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
 from tiercheck.streams.tensors.as_bytes import NAMES
 
-__all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
+__all__ = ["KERNELS_USED", "GatheredGradients", "check_trained"]
 
 KERNELS_USED: tuple[Kernel[..., Any], ...] = (
     kernels.are_bfloat16,
@@ -57,42 +57,7 @@ class Arrangement:
     pieces: tuple[Piece, ...]
     few: bool
     """Whether NumPy does it."""
-    encodings: Mapping[str, dict[str, Any]]
-    """Those that are scaled have some scale."""
-    packed: NDArray[np.uint8]
-    """The encodings, packed."""
-    scales_at: NDArray[np.int64]
-    """The bytes in ``packed`` that are a scale: four for each tensor that has one."""
-    stored: Mapping[str, str]
-    """By name, the dtype of what is stored."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Gradients in a shard."""
-
-    checksums: NDArray[np.uint64]
-    arrangement: Arrangement
-    scale: Scale | None
-    """Of those that are scaled."""
-
-    @property
-    def stored(self) -> Mapping[str, str]:
-        return self.arrangement.stored
-
-    def packed(self) -> bytes:
-        """How each is described in the record, packed."""
-        packed = self.arrangement.packed
-        if self.scale is not None:
-            packed = packed.copy()
-            packed[self.arrangement.scales_at] = np.frombuffer(self.scale.pattern.to_bytes(4, "big"), np.uint8)
-        return packed.tobytes()
-
-    def encodings(self) -> dict[str, dict[str, Any]]:
-        """The same as plain values."""
-        scalars = {} if self.scale is None else {"scalars": {SCALE: self.scale.pattern}}
-        described = self.arrangement.encodings.items()
-        return {name: {**each, **scalars} if each["scalars"] else each for name, each in described}
+    description: Description
 
 
 class GatheredGradients:
@@ -128,7 +93,7 @@ class GatheredGradients:
         memory = writer.recurring(arrangement.tensors, stamp(version))
         # ``tensors`` holds what is copied.
         digests = copy_all(arrangement.pieces, addresses, scale, memory, few=arrangement.few, threads=self._threads)
-        return Gathered(checksums_of(arrangement.pieces, digests), arrangement, scale)
+        return Gathered(checksums_of(arrangement.pieces, digests), arrangement.description, scale)
 
     def _unchanged(self, names: list[str], tensors: list[torch.Tensor]) -> list[int] | None:
         """Where the tensors lie, if they are like the last ones, and each lies in host memory as it is. In one pass, so
@@ -214,19 +179,12 @@ class GatheredGradients:
         for name, dtype, shape, narrow, is_scaled in each:
             stored[name] = scale.dtype if scale and is_scaled else "BF16" if narrow else NAMES[dtype]
             specs.append(TensorSpec(gradient_name(0, name, ""), stored[name], tuple(shape)))
-        # Packed with two scales that have no byte in common: where they differ, each step's scale will be.
-        one, other = (self._encodings(scaled, pattern) for pattern in (0x7F7F7F7F, 0x60606060))
-        packed, differing = (np.frombuffer(host_state.pack(each, name="gradients"), np.uint8) for each in (one, other))
-        scales_at = np.flatnonzero(packed != differing).reshape(-1, 4)
         tensors = Recurring(specs, STAMP_DIGITS)
         return Arrangement(
             tensors=tensors,
             pieces=tuple(pieces_of(tensors, Stored(self._sizes, self._nbytes, narrowed, scaled))),
             few=self._few(np.flatnonzero(narrowed | scaled)),
-            encodings=one,
-            packed=packed,
-            scales_at=scales_at,
-            stored=stored,
+            description=Description.of(stored, partial(self._encodings, scaled)),
         )
 
     def _encodings(self, scaled: NDArray[np.bool_], pattern: int) -> dict[str, dict[str, Any]]:

@@ -147,6 +147,19 @@ def copy_all(
     return digests
 
 
+def hash_all(pieces: Sequence[Piece], memory: memoryview, *, threads: int) -> NDArray[np.uint64]:
+    """The checksum of each tensor that lies in ``memory``. At most ``threads`` run, the caller's included."""
+    digests = np.empty(pieces[-1].digests.stop if pieces else 0, np.uint64)
+    held = np.frombuffer(memory, np.uint8)
+
+    def look(share: slice) -> None:
+        for each in pieces[share]:
+            digests[each.digests] = kernels.hash_each.reference(held, each.starts, each.stops)
+
+    run(look, shares_of([each.nbytes for each in pieces], threads))
+    return checksums_of(pieces, digests)
+
+
 def look_at_all(
     look: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
     addresses: NDArray[np.int64],

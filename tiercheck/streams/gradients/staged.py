@@ -21,82 +21,43 @@ back, the record is none. From then on these gradients are copied as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from tiercheck.format.header import round_up
-from tiercheck.streams.codecs import Part
-from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.device.protocol import Device, Event
-from tiercheck.streams.tensors.as_bytes import NAMES
+from tiercheck.streams.gradients.routes import Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
-__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Landing", "Ring", "Staged", "parts_of"]
+__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged"]
 
 log = logging.getLogger(__name__)
 
-CHUNK_NBYTES = 16 << 20
-"""Of the ring; between two copies of so many bytes the device serves other streams."""
+CHUNK_NBYTES = 64 << 20
+"""Of the ring. To fill a chunk costs the host some operations of its own."""
 CHUNKS_MIN = 2
 """One is filled while another one is copied."""
 CHUNK_NBYTES_MIN = 4096
+KEPT_MAX = 16
+"""Routes whose places in the ring are remembered: those of a record, and of the kinds of records there are."""
 
 
 @dataclass(frozen=True)
-class Landing:
-    """Where one tensor goes: each of its parts begins so many bytes after the beginning of the target."""
+class Sending:
+    """Tensors, in the order of the route's landings, and what the device needs besides to make their parts."""
 
-    tensor: torch.Tensor
-    parts: tuple[int, ...]
-    codec: BlockCodec | None = None
-    """``None``: it is copied as it is, or narrowed."""
+    route: Route
+    tensors: Sequence[torch.Tensor]
     found: torch.Tensor | None = None
-    """What :meth:`Device.find_scale` has written, if it is narrowed to bf16."""
-    residual: torch.Tensor | None = None
+    """What :meth:`Device.find_scale` has written, if some are narrowed."""
+    residuals: Sequence[torch.Tensor | None] = ()
     """What the codec has not given back of those before, if the device keeps that: fp32, 1-D."""
-
-    def nbytes(self, elements: int) -> tuple[int, ...]:
-        """Of each part, for so many elements from a block's beginning on."""
-        if self.found is not None:
-            return (elements * torch.bfloat16.itemsize,)
-        if self.codec is None:
-            return (elements * self.tensor.element_size(),)
-        return tuple(part.nbytes for part in self.codec.parts(elements))
-
-    @property
-    def block(self) -> int:
-        """Elements that are not parted."""
-        return 1 if self.codec is None else self.codec.block
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some elements of a tensor, and where their parts lie in the chunk."""
-
-    landing: Landing
-    start: int
-    stop: int
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Copy:
-    """From the chunk to the target."""
-
-    source: int
-    target: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    pieces: tuple[Piece, ...]
-    copies: tuple[Copy, ...]
-    gaps: tuple[tuple[int, int], ...]
-    """What these copies write to the target beside the parts: first byte and end."""
+    first: Callable[[], None] | None = None
+    """What the device does before."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +65,47 @@ class Flight:
     """Tensors on their way to host memory."""
 
     ended: Event
-    gaps: tuple[tuple[int, int], ...]
+    route: Route
 
     def land(self, target: torch.Tensor) -> None:
         """Wait for them, and clear what was written between them."""
         self.ended.wait()
-        for start, stop in self.gaps:
-            target[start:stop] = 0
+        target.numpy()[self.route.gaps] = 0
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A chunk at its place in the ring. What is copied there as it is comes first, all of it by one operation."""
+
+    plain: tuple[Piece, ...]
+    targets: list[torch.Tensor]
+    encoded: tuple[tuple[Piece, tuple[torch.Tensor, ...]], ...]
+    copies: tuple[tuple[torch.Tensor, Copy], ...]
+
+    def fill(self, sending: Sending, device: Device) -> None:
+        """On the device: what is stored of the pieces goes into the chunk."""
+        if self.plain:
+            sources = [values_of(piece, sending.tensors[piece.index]) for piece in self.plain]
+            torch._foreach_copy_(self.targets, sources)
+        for piece, places in self.encoded:
+            values = sending.tensors[piece.index].detach().reshape(-1)[piece.start : piece.stop]
+            codec = piece.landing.codec
+            if codec is None:
+                assert sending.found is not None
+                device.narrow(values, sending.found, places[0])
+                continue
+            residual = sending.residuals[piece.index] if sending.residuals else None
+            kept = None if residual is None else residual[piece.start : piece.stop]
+            device.quantise(codec.name, values.contiguous(), *places, kept)
+
+    def copy_out(self, target: torch.Tensor) -> None:
+        for source, each in self.copies:
+            target[each.target : each.target + each.nbytes].copy_(source, non_blocking=True)
+
+
+def values_of(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    return values if piece.is_whole else values.reshape(-1)[piece.start : piece.stop]
 
 
 class Ring:
@@ -119,135 +114,87 @@ class Ring:
     def __init__(self, device: Device, nbytes_max: int, record_nbytes: int) -> None:
         """``nbytes_max``: what it may take; ``record_nbytes``: more than a record has, and another chunk, is of no use.
         Errors: ``CapacityExceeded`` if the device lacks the memory."""
-        self.chunk_nbytes = min(CHUNK_NBYTES, max(CHUNK_NBYTES_MIN, round_up(record_nbytes)))
-        most = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
-        self._count = min(most, max(CHUNKS_MIN, -(-record_nbytes // self.chunk_nbytes) + 1))
+        most = min(CHUNK_NBYTES, round_up(record_nbytes), round_up(nbytes_max // CHUNKS_MIN))
+        self.chunk_nbytes = max(CHUNK_NBYTES_MIN, most)
+        chunks_max = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
+        self._count = min(chunks_max, max(CHUNKS_MIN, -(-record_nbytes // self.chunk_nbytes) + 1))
         self._device = device
         self._memory = device.memory(self.nbytes, "to stage gradients in: lower gpu_staging_bytes")
         self._encoding = device.side("gradients")
         self._copying = device.side("copies")
         self._emptied: list[Event | None] = [None] * self._count
         self._next = 0
+        self._fillings: dict[tuple[Route, int], tuple[Filling, ...]] = {}
+        """By route and first chunk. A record's tensors go where those of the record before went."""
+        self._routes_to_host: dict[tuple[tuple[torch.Size, torch.dtype], ...], Route] = {}
 
     @property
     def nbytes(self) -> int:
         return self._count * self.chunk_nbytes
 
-    def send(
-        self, landings: Sequence[Landing], target: torch.Tensor, first: Callable[[], None] | None = None
-    ) -> Flight:
+    def route_to_host(self, tensors: Sequence[torch.Tensor]) -> Route:
+        """As they are, each on a line of its own."""
+        key = tuple((each.shape, each.dtype) for each in tensors)
+        if (known := self._routes_to_host.get(key)) is None:
+            if len(self._routes_to_host) >= KEPT_MAX:
+                self._routes_to_host.clear()
+            starts = accumulate((round_up(each.nbytes) for each in tensors), initial=0)
+            landings = [Landing(*each, (start,)) for each, start in zip(key, starts, strict=False)]
+            known = self._routes_to_host[key] = route_of(landings, self.chunk_nbytes)
+        return known
+
+    def begin(self) -> None:
+        """What is sent next is a record's."""
+        self._next = 0
+
+    def send(self, sending: Sending, target: torch.Tensor) -> Flight:
         """Put the tensors on their way to ``target``, which the caller keeps until they have landed. They may be
         written to by what the calling thread puts into its current stream from now on, and freed by whoever may free
-        them when the optimizer, which steps in that stream, has read them. ``first``: what the device does before."""
+        them when the optimizer, which steps in that stream, has read them."""
         current = self._device.current()
         self._encoding.wait(current.record())
-        if first is not None:
-            self._encoding.run(first)
-        gaps: list[tuple[int, int]] = []
-        for chunk in chunks_of(landings, self.chunk_nbytes):
+        if sending.first is not None:
+            self._encoding.run(sending.first)
+        for filling in self._fillings_of(sending.route):
             place, self._next = self._next, (self._next + 1) % self._count
-            memory = self._memory[place * self.chunk_nbytes : (place + 1) * self.chunk_nbytes]
             if (emptied := self._emptied[place]) is not None:
                 self._encoding.wait(emptied)
-            self._encoding.run(partial(fill, chunk.pieces, memory, self._device))
+            self._encoding.run(partial(filling.fill, sending, self._device))
             self._copying.wait(self._encoding.record())
-            self._copying.run(partial(copy_out, chunk.copies, memory, target))
+            self._copying.run(partial(filling.copy_out, target))
             self._emptied[place] = self._copying.record()
-            gaps += chunk.gaps
         current.wait(self._encoding.record())
-        return Flight(self._copying.record(), tuple(gaps))
+        return Flight(self._copying.record(), sending.route)
+
+    def _fillings_of(self, route: Route) -> tuple[Filling, ...]:
+        key = route, self._next
+        if (known := self._fillings.get(key)) is None:
+            if len(self._fillings) >= KEPT_MAX:
+                self._fillings.clear()
+            known = self._fillings[key] = tuple(
+                self._filling(route, index, (self._next + index) % self._count) for index in range(len(route.chunks))
+            )
+        return known
+
+    def _filling(self, route: Route, index: int, place: int) -> Filling:
+        chunk = route.chunks[index]
+        memory = self._memory[place * self.chunk_nbytes : (place + 1) * self.chunk_nbytes]
+        plain = tuple(piece for piece in chunk.pieces if piece.landing.is_plain)
+        encoded = tuple((piece, places_of(piece, memory)) for piece in chunk.pieces if not piece.landing.is_plain)
+        copies = tuple((memory[each.source : each.source + each.nbytes], each) for each in chunk.copies)
+        return Filling(plain, [place_of(piece, memory) for piece in plain], encoded, copies)
 
 
-def chunks_of(landings: Sequence[Landing], chunk_nbytes: int) -> Iterator[Chunk]:
-    """The tensors, in order, in as few chunks as hold them."""
-    pieces: list[Piece] = []
-    at = 0
-    for landing in landings:
-        start, size = 0, landing.tensor.numel()
-        while start < size:
-            stop = fitting(landing, start, size, chunk_nbytes - at)
-            if stop == start:
-                yield chunk_made_of(pieces)
-                pieces, at = [], 0
-                continue
-            places = []
-            for nbytes in landing.nbytes(stop - start):
-                places.append(at)
-                at += round_up(nbytes)
-            pieces.append(Piece(landing, start, stop, tuple(places)))
-            start = stop
-    if pieces:
-        yield chunk_made_of(pieces)
+def places_of(piece: Piece, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The piece's parts in the chunk, as bytes."""
+    return tuple(memory[at : at + nbytes] for at, nbytes in zip(piece.places, piece.nbytes(), strict=True))
 
 
-def fitting(landing: Landing, start: int, size: int, room: int) -> int:
-    """The end of those elements from ``start`` on whose parts fit into the room."""
-
-    def taken(elements: int) -> int:
-        return sum(map(round_up, landing.nbytes(elements)))
-
-    if taken(size - start) <= room:
-        return size
-    blocks = room // max(1, sum(landing.nbytes(landing.block)))
-    while blocks > 0 and taken(blocks * landing.block) > room:
-        blocks -= 1 + blocks // 1024
-    return start + max(0, blocks) * landing.block
-
-
-def chunk_made_of(pieces: Sequence[Piece]) -> Chunk:
-    """Parts that lie behind one another in the chunk as in the target are copied together."""
-    parts = [
-        Copy(place, begin + before, nbytes)
-        for piece in pieces
-        for place, begin, before, nbytes in zip(
-            piece.places,
-            piece.landing.parts,
-            piece.landing.nbytes(piece.start),
-            piece.landing.nbytes(piece.stop - piece.start),
-            strict=True,
-        )
-    ]
-    copies: list[Copy] = []
-    gaps: list[tuple[int, int]] = []
-    for part in parts:
-        last = copies[-1] if copies else None
-        if last is not None and part.target - last.target == part.source - last.source:
-            if (end := last.target + last.nbytes) < part.target:
-                gaps.append((end, part.target))
-            copies[-1] = Copy(last.source, last.target, part.source + part.nbytes - last.source)
-        else:
-            copies.append(part)
-    return Chunk(tuple(pieces), tuple(copies), tuple(gaps))
-
-
-def fill(pieces: Sequence[Piece], memory: torch.Tensor, device: Device) -> None:
-    """On the device: what is stored of the pieces goes into the chunk."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for piece in pieces:
-        landing = piece.landing
-        values = landing.tensor.detach().reshape(-1)[piece.start : piece.stop]
-        places = [
-            memory[at : at + nbytes]
-            for at, nbytes in zip(piece.places, landing.nbytes(piece.stop - piece.start), strict=True)
-        ]
-        if landing.found is not None:
-            device.narrow(values, landing.found, places[0])
-        elif landing.codec is None:
-            targets.append(places[0].view(values.dtype))
-            sources.append(values)
-        else:
-            codes, scales = places
-            kept = None if landing.residual is None else landing.residual[piece.start : piece.stop]
-            device.quantise(landing.codec.name, values.contiguous(), codes, scales, kept)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def copy_out(copies: Sequence[Copy], memory: torch.Tensor, target: torch.Tensor) -> None:
-    for each in copies:
-        into = target[each.target : each.target + each.nbytes]
-        into.copy_(memory[each.source : each.source + each.nbytes], non_blocking=True)
+def place_of(piece: Piece, memory: torch.Tensor) -> torch.Tensor:
+    """The same of a piece that is copied as it is, in its dtype, and if it is whole in its shape."""
+    (place,) = places_of(piece, memory)
+    values = place.view(piece.landing.dtype)
+    return values.view(piece.landing.shape) if piece.is_whole else values
 
 
 class Staged:
@@ -257,6 +204,7 @@ class Staged:
         self, ring: Ring, hosts: HostMemory, memory: memoryview, *, pinned: Callable[[torch.Tensor], bool]
     ) -> None:
         """``memory``: of the record."""
+        ring.begin()
         self._ring = ring
         self._hosts = hosts
         self._record = whole(memory)
@@ -264,33 +212,27 @@ class Staged:
         self.is_pinned = pinned(self._record)
         self._flights: list[tuple[Flight, torch.Tensor]] = []
         self._due: list[tuple[torch.Tensor, int]] = []
-        """Parts of the record that land in pinned memory, and where they begin in the record."""
+        """What has landed in pinned memory, and where it begins in the record."""
         self._borrowed: list[torch.Tensor] = []
         self.host: dict[str, torch.Tensor] = {}
         """What lands in host memory as it is, by name."""
 
-    def target(self, nbytes: int) -> torch.Tensor:
-        """Where parts of so many bytes are to land: the record if it is pinned, else memory that is. Errors:
-        ``CapacityExceeded``."""
+    def target(self, nbytes: int) -> torch.Tensor | None:
+        """Where parts of so many bytes are to land if the record is not pinned. Errors: ``CapacityExceeded``."""
         if self.is_pinned or not nbytes:
-            return self._record
+            return None
         host = self._hosts.borrow(nbytes)
         self._borrowed.append(host)
         return host
 
-    def send(self, landings: Sequence[Landing], target: torch.Tensor, first: Callable[[], None] | None = None) -> None:
-        """Into the record, in which their parts lie behind one another, by way of ``target`` if that is other
-        memory."""
-        if target is not self._record:
-            parts = [
-                (at, nbytes)
-                for each in landings
-                for at, nbytes in zip(each.parts, each.nbytes(each.tensor.numel()), strict=True)
-            ]
-            start = min(at for at, _ in parts)
-            self._due += [(target[at - start : at - start + nbytes], at) for at, nbytes in parts]
-            landings = [replace(each, parts=tuple(at - start for at in each.parts)) for each in landings]
-        self._flights.append((self._ring.send(landings, target, first), target))
+    def send(self, sending: Sending, start: int, nbytes: int, host: torch.Tensor | None) -> None:
+        """Into so many bytes of the record from ``start`` on, by way of ``host`` if the record is not pinned."""
+        if host is None:
+            target = self._record[start : start + nbytes]
+        else:
+            target = host[:nbytes]
+            self._due.append((target, start))
+        self._flights.append((self._ring.send(sending, target), target))
 
     def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Into pinned host memory. Errors: ``CapacityExceeded``."""
@@ -298,14 +240,13 @@ class Staged:
         at = 0
         for name, tensor in tensors.items():
             starts[name] = at
-            at += round_up(tensor.numel() * tensor.element_size())
+            at += round_up(tensor.nbytes)
         host = self._hosts.borrow(at)
         self._borrowed.append(host)
-        landings = [Landing(tensor, (starts[name],)) for name, tensor in tensors.items()]
-        self._flights.append((self._ring.send(landings, host), host))
+        route = self._ring.route_to_host(list(tensors.values()))
+        self._flights.append((self._ring.send(Sending(route, list(tensors.values())), host), host))
         for name, tensor in tensors.items():
-            nbytes = tensor.numel() * tensor.element_size()
-            held = host[starts[name] : starts[name] + nbytes]
+            held = host[starts[name] : starts[name] + tensor.nbytes]
             self.host[name] = held.view(tensor.dtype).view(tensor.shape)
 
     def land(self) -> None:
@@ -314,8 +255,8 @@ class Staged:
         for flight, target in flights:
             flight.land(target)
         due, self._due = self._due, []
-        for part, start in due:
-            self._record[start : start + part.numel()].copy_(part)
+        for landed, start in due:
+            self._record[start : start + landed.numel()].copy_(landed)
 
     def moved(self, memory: memoryview) -> None:
         """The record goes on in other memory, and what has landed was copied there."""
@@ -354,10 +295,3 @@ class HostMemory:
 
 def whole(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def parts_of(tensor: torch.Tensor, codec: BlockCodec | None, *, narrowed: bool) -> tuple[Part, ...]:
-    """What the device makes of a gradient: codes, bf16 numbers, or its own."""
-    if codec is not None:
-        return codec.parts(tensor.numel())
-    return (Part("", "BF16" if narrowed else NAMES[tensor.dtype], tuple(tensor.shape)),)

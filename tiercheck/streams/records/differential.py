@@ -40,9 +40,10 @@ from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half,
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.device import DeviceGradients, OnDevice, block_codec
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
-from tiercheck.streams.gradients.gathered import Gathered, GatheredGradients, check_trained
+from tiercheck.streams.gradients.gathered import GatheredGradients, check_trained
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.records.audit import audit_nbytes_max, audit_of
 from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
@@ -182,9 +183,9 @@ class DifferentialCapture(IterationCapture):
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
         if self._on_device:
-            for name, gradient in gradients.items():
-                self._check(name, gradient)
-            self._on_device.send(gradients, self._nbytes_before)
+            if came := self._on_device.sent.intersection(gradients):
+                raise came_twice(min(came), self._key.first)
+            self._on_device.send(gradients, self._stream.masters, self._nbytes_before)
         else:
             self._take(gradients)
 
@@ -258,7 +259,7 @@ class DifferentialCapture(IterationCapture):
     def _check(self, name: str, gradient: torch.Tensor) -> None:
         check_trained(self._stream.masters, name, gradient.shape)
         if self._has(name):
-            raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
+            raise came_twice(name, self._key.first)
 
     def _has(self, name: str) -> bool:
         if self._on_device and name in self._on_device.sent:
@@ -326,7 +327,8 @@ class DifferentialCapture(IterationCapture):
         ``OtherwiseStored``; ``CapacityExceeded``."""
         on_device.land()
         on_device.check()
-        self._encodings.update(on_device.take_encodings(self._stored))
+        if on_device.sent:
+            self._gathered, self._encodings = on_device.taken(self._stored, self._stream.closing_threads)
         gradients, buffers = on_device.on_host(buffers)
         on_device.sent = frozenset()
         self._stream.forget_residuals(self._base)
@@ -488,6 +490,10 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
         except (KeyError, TypeError, ValueError) as error:
             raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
     return found
+
+
+def came_twice(name: str, version: int) -> SaveError:
+    return SaveError(f"the gradient of {name!r} came twice in iteration {version}")
 
 
 @lru_cache(maxsize=8)

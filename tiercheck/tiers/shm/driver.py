@@ -238,7 +238,7 @@ class ShmDriver(FileDriver):
     async def expect(self, nbytes: int) -> None:
         if nbytes < 0:
             raise ValueError(f"a tier does not hold {nbytes} bytes")
-        await self.run(lambda _: self.segments.expect(nbytes))
+        await self.run(lambda _: self.segments.expect(nbytes + self._mapped.beyond(nbytes)))
 
     def _check_reservation(self, key: str, nbytes: int) -> None:
         self.directory.check_key(key)

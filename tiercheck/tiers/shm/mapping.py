@@ -168,6 +168,10 @@ class MappedSegments:
             lacking += [nbytes] * (count - used)
         return lacking
 
+    def beyond(self, nbytes: int) -> int:
+        """By how much memory for objects of so many bytes may be longer altogether."""
+        return margin(nbytes) if self.pinning.available() else 0
+
     @property
     def prepared_at_once(self) -> int:
         """So many threads may :meth:`prepare`. One, beside training on the same processors. Training on a GPU leaves

@@ -280,6 +280,15 @@ def test_the_ring_is_as_long_as_a_record_needs_and_no_longer_than_is_allowed() -
     assert staged.Ring(device, 1 << 30, 100).nbytes == 2 * 4096
 
 
+def test_the_ring_takes_a_share_of_the_device_if_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "CHUNK_NBYTES", 64 << 10)
+    monkeypatch.setattr(Reordering, "nbytes", 40 << 20)
+    device = Reordering(0)
+    state = Values(device, shapes={"long": (1 << 20,)})
+    rings = [DifferentialStream(state, "exact", 1, device=device, gpu_staging_bytes=each) for each in (0, 2 << 20)]
+    assert [each.on_device.ring.nbytes for each in rings if each.on_device] == [1 << 20, 2 << 20]
+
+
 def test_what_the_host_encodes_needs_no_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(Reordering, "prepare", lambda self, codec: prepared.append(codec))

@@ -1,0 +1,121 @@
+"""Gradients on a device that come as they came before: what becomes of each, where its parts lie in a record, and what
+the record says of it. Worked out when they come for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiercheck.format.container import Recurring, TensorSpec
+from tiercheck.format.header import STORED_AS, round_up
+from tiercheck.kernels.reference.scale_search import SAMPLED_TENSORS_MAX
+from tiercheck.streams.codecs import Codec, Encoding, Part
+from tiercheck.streams.codecs.blocks import BlockCodec
+from tiercheck.streams.codecs.exact import SCALE
+from tiercheck.streams.gradients.description import Description
+from tiercheck.streams.gradients.pieces import Piece, Stored, pieces_of
+from tiercheck.streams.gradients.routes import Landing, Route, route_of
+from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name
+from tiercheck.streams.tensors.as_bytes import NAMES
+
+__all__ = ["Arrangement", "Direct", "arrange", "landings_of"]
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A gradient whose parts land in the record."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    narrows: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``direct``: in the order in which they lie; the names ``by_host`` are those that go by way of host memory."""
+
+    direct: tuple[Direct, ...]
+    by_host: tuple[str, ...]
+    route: Route
+    """Of those that are direct, if their parts lie behind one another, each on a line of its own."""
+    starts: list[int]
+    """Of these parts, from the beginning of the first one on."""
+    nbytes: int
+    """From the beginning of the first part to the end of the last one."""
+    searched: tuple[int, ...]
+    """In which of them the scale is sought; none, if none are narrowed."""
+    tensors: Recurring | None
+    """Their parts, if they can come first in a record, by themselves."""
+    pieces: tuple[Piece, ...]
+    """Of that, for hashing."""
+    description: Description
+    """If the scale is one, and each block codec has found finite numbers."""
+    scaled: Description
+    """If the scale is another one."""
+
+
+def arrange(
+    direct: Sequence[Direct],
+    by_host: Sequence[str],
+    codec: Codec,
+    blocks: BlockCodec | None,
+    chunk_nbytes: int,
+) -> Arrangement:
+    """``codec``: of the stream; ``blocks``: by which the device encodes, if it does."""
+    specs = [
+        TensorSpec(gradient_name(0, each.name, part.suffix), part.dtype, part.shape)
+        for each in direct
+        for part in each.parts
+    ]
+    starts = [*accumulate((round_up(spec.nbytes) for spec in specs), initial=0)][: len(specs)]
+    recurs = not by_host and not any(spec.dtype in STORED_AS for spec in specs)
+    tensors = Recurring(specs, STAMP_DIGITS) if recurs else None
+    text = (blocks or codec).text
+
+    def encodings(pattern: int | None) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for each in direct:
+            scalars = {"nonfinite": 0} if blocks else {}
+            if each.narrows and pattern is not None:
+                scalars = {SCALE: pattern}
+            suffixes = tuple(part.suffix for part in each.parts)
+            found[each.name] = Encoding(text, NAMES[each.dtype], tuple(each.shape), suffixes, scalars).to_object()
+        return found
+
+    stored = {each.name: each.parts[0].dtype for each in direct}
+    narrowed = [index for index, each in enumerate(direct) if each.narrows]
+    by_size = sorted(narrowed, key=lambda index: direct[index].shape.numel())
+    return Arrangement(
+        direct=tuple(direct),
+        by_host=tuple(by_host),
+        route=route_of(landings_of(direct, starts, blocks), chunk_nbytes),
+        starts=starts,
+        nbytes=max((start + spec.nbytes for start, spec in zip(starts, specs, strict=True)), default=0),
+        searched=tuple(by_size[-SAMPLED_TENSORS_MAX:]),
+        tensors=tensors,
+        pieces=() if tensors is None else tuple(pieces_of(tensors, as_bytes(specs))),
+        description=Description.of(stored, lambda _: encodings(None)),
+        scaled=Description.of(stored, encodings),
+    )
+
+
+def landings_of(direct: Sequence[Direct], starts: Iterable[int], blocks: BlockCodec | None) -> list[Landing]:
+    """``starts``: of all parts, in order."""
+    left = iter(starts)
+    return [
+        Landing(each.shape, each.dtype, tuple(next(left) for _ in each.parts), blocks, each.narrows) for each in direct
+    ]
+
+
+def as_bytes(specs: Sequence[TensorSpec]) -> Stored:
+    """Stored as they are."""
+    nbytes = np.array([spec.nbytes for spec in specs], np.int64)
+    none = np.zeros(len(specs), np.bool_)
+    return Stored(nbytes, nbytes, none, none)
