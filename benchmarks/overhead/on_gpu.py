@@ -27,7 +27,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.demo.training.model import GPT
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.device.cuda import device_of
-from tiercheck.streams.gradients.staged import Landing, Ring
+from tiercheck.streams.gradients.staged import Ring, Sending
 from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
@@ -238,8 +238,11 @@ async def copy_figure(pairs: int) -> tuple[Figure[Any], Measured]:
     assert device is not None
     ring = Ring(device, 512 << 20, COPY_NBYTES)
 
+    sending = Sending(ring.route_to_host([source]), [source])
+
     def ours() -> None:
-        ring.send([Landing(source, (0,))], target).ended.wait()
+        ring.begin()
+        ring.send(sending, target).land()
 
     found = await interleave(repeated(ours), repeated(lambda: waited(target, source)), pairs=pairs, warmups=2)
     meaning = "gradients by way of the ring, against one cudaMemcpyAsync to pinned memory"

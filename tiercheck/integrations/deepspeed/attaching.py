@@ -253,6 +253,7 @@ class _Hooks:
         if self.provider.training:
             self._iteration_begins()
             self._replicas.forward()
+        self.provider.forward_begins()
 
     def _iteration_begins(self) -> None:
         """Or goes on: each micro-batch has a forward pass."""

@@ -76,6 +76,7 @@ class DeepSpeedProvider:
         self._tensors = ModuleTensors(engine.module)
         self._layout: MasterLayout = layout_of(engine)
         self._replaying = False
+        self._forward_begins: Callable[[], None] = lambda: None
         self._between = False
         self._scheduler = EngineScheduler(engine)
         self.after_loss = AfterLoss()
@@ -103,6 +104,15 @@ class DeepSpeedProvider:
     def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
         """Those in which the engine accumulates them. They come in fp32, multiplied by one number."""
         return dict.fromkeys(self.masters(), self._accumulation_dtype())
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        """The engine measures its throughput, unless its options say otherwise."""
+        self._forward_begins = begins
+        return True
+
+    def forward_begins(self) -> None:
+        """Told by a hook of the module, which the engine calls when it has waited for the GPU."""
+        self._forward_begins()
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         states = self._layout.inner.state

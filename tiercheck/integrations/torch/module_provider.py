@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -83,6 +83,9 @@ class ModuleProvider:
 
     def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
         return {}
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        return False
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return {

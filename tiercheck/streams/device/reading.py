@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device, Event, Stream
 
 __all__ = ["CHUNK_NBYTES", "Reading", "cloned"]
@@ -23,8 +24,10 @@ class Reading:
     """Reads tensors as they are where the current stream of the thread that makes this stands. Another thread calls
     :meth:`copy` and :meth:`arrive`. The tensors may be written to after :meth:`hold_back`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, gate: Gate | None = None) -> None:
+        """``gate``: what copies wait for."""
         self._device = device
+        self._gate = gate
         self._begun = device.current().record()
         self.stream: Stream = device.side("bases")
         self._waits = False
@@ -71,6 +74,8 @@ class Reading:
     def _come_behind(self) -> None:
         if not self._waits:
             self._waits = True
+            if self._gate is not None:
+                self._gate.wait()
             self.stream.wait(self._begun)
 
     def hold_back(self) -> None:

@@ -24,6 +24,7 @@ from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.codecs.feedback import Feedback
+from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange, landings_of
@@ -64,12 +65,14 @@ class OnDevice:
         nbytes_max: int,
         narrowed: Collection[str] = (),
         residual_sizes: Mapping[str, int] = MappingProxyType({}),
+        gate: Gate | None = None,
     ) -> None:
-        """``nbytes_max``: of the staging; 0: a share of the device's memory. ``narrowed``: the masters whose fp32 gradients are said to be bf16 numbers
-        times one scale. ``residual_sizes``: elements that the device is to keep by master, if the codec is a block
-        codec with feedback. Errors: ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be
-        compiled."""
+        """``nbytes_max``: of the staging; 0: a share of the device's memory. ``narrowed``: the masters whose fp32
+        gradients are said to be bf16 numbers times one scale. ``residual_sizes``: elements that the device is to keep
+        by master, if the codec is a block codec with feedback. ``gate``: what copies to the host wait for. Errors:
+        ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be compiled."""
         self.device = device
+        self.gate = gate
         self.codec = codec
         self.room = room
         self.narrowed = frozenset(narrowed) if type(codec) is Exact else frozenset()
@@ -82,7 +85,7 @@ class OnDevice:
         elif self.narrowed:
             self._prepare_to_narrow()
         self.residuals = DeviceResiduals(device, residual_sizes)
-        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, room.nbytes)
+        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, room.nbytes, gate)
         self.hosts = HostMemory(device)
         self._came: dict[tuple[str, ...], Came] = {}
         """By names, the gradients of the last call that brought these."""
@@ -247,6 +250,8 @@ class DeviceGradients:
         assert self._writer is not None
         if (end := round_up(self._writer.nbytes) + arrangement.nbytes) > nbytes_most:
             raise CapacityExceeded(f"the gradients would end at byte {end} of the record, behind byte {nbytes_most}")
+        if common.gate is not None:
+            common.gate.close()
         host = self._staged.target(arrangement.nbytes)
         found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if arrangement.searched else None
         by_host = {name: gradients[name] for name in arrangement.by_host}

@@ -1,8 +1,9 @@
 """Gradients on a device, on their way into host memory while training goes on.
 
 What the optimizer's step waits for, by an event, is a pass on the device: gradients are encoded, or copied as they are,
-into a ring of chunks that was allocated beforehand. A chunk then goes to host memory by one copy, by another stream,
-and may be filled again when that has ended. If the ring holds all of a record, the step waits for nothing else.
+into a ring of chunks that was allocated beforehand. A chunk then goes to host memory by another stream, and may be
+filled again when that has ended. If the ring holds all of a record, the step waits for nothing else, and the copies may
+begin later (:mod:`tiercheck.streams.device.gate`).
 
 A gradient goes to one of two places:
 
@@ -21,6 +22,8 @@ back, the record is none. From then on these gradients are copied as they are.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +32,8 @@ from itertools import accumulate
 import torch
 
 from tiercheck.format.header import round_up
-from tiercheck.streams.device.protocol import Device, Event
+from tiercheck.streams.device.gate import Gate
+from tiercheck.streams.device.protocol import Device, Event, Stream
 from tiercheck.streams.gradients.routes import Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
@@ -61,19 +65,6 @@ class Sending:
 
 
 @dataclass(frozen=True)
-class Flight:
-    """Tensors on their way to host memory."""
-
-    ended: Event
-    route: Route
-
-    def land(self, target: torch.Tensor) -> None:
-        """Wait for them, and clear what was written between them."""
-        self.ended.wait()
-        target.numpy()[self.route.gaps] = 0
-
-
-@dataclass(frozen=True)
 class Filling:
     """A chunk at its place in the ring. What is copied there as it is comes first, all of it by one operation."""
 
@@ -96,11 +87,47 @@ class Filling:
                 continue
             residual = sending.residuals[piece.index] if sending.residuals else None
             kept = None if residual is None else residual[piece.start : piece.stop]
-            device.quantise(codec.name, values.contiguous(), *places, kept)
+            codes, scales = places
+            device.quantise(codec.name, values.contiguous(), codes, scales, kept)
 
     def copy_out(self, target: torch.Tensor) -> None:
         for source, each in self.copies:
             target[each.target : each.target + each.nbytes].copy_(source, non_blocking=True)
+
+
+class Flight:
+    """Tensors on their way to ``target``. Any thread may call :meth:`depart`."""
+
+    def __init__(self, route: Route, target: torch.Tensor, copying: Stream, emptied: list[Event | None]) -> None:
+        """``emptied``: gets, by its place in the ring, when each chunk was copied."""
+        self._route = route
+        self._target = target
+        self._copying = copying
+        self._emptied = emptied
+        self._filled: deque[tuple[Filling, int, Event]] = deque()
+        """Chunks that are not on their way yet, their places in the ring, and when they are filled."""
+        self._ended: Event | None = None
+        self._lock = threading.Lock()
+
+    def take(self, filling: Filling, place: int, filled: Event) -> None:
+        self._filled.append((filling, place, filled))
+
+    def depart(self) -> None:
+        """Put the copies of what was taken into their stream."""
+        with self._lock:
+            while self._filled:
+                filling, place, filled = self._filled.popleft()
+                self._copying.wait(filled)
+                self._copying.run(partial(filling.copy_out, self._target))
+                self._emptied[place] = self._ended = self._copying.record()
+
+    def land(self) -> None:
+        """Wait for the tensors, and clear what was written between them."""
+        self.depart()
+        if self._ended is not None:
+            self._ended.wait()
+        self._target.numpy()[self._route.gaps] = 0
+        self._target = torch.empty(0)  # the tier reuses the memory only when nobody has a view of it
 
 
 def values_of(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,9 +138,10 @@ def values_of(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 class Ring:
     """Memory of the device that all records of a rank go through. Training's thread uses it."""
 
-    def __init__(self, device: Device, nbytes_max: int, record_nbytes: int) -> None:
+    def __init__(self, device: Device, nbytes_max: int, record_nbytes: int, gate: Gate | None = None) -> None:
         """``nbytes_max``: what it may take; ``record_nbytes``: more than a record has, and another chunk, is of no use.
-        Errors: ``CapacityExceeded`` if the device lacks the memory."""
+        ``gate``: what copies wait for, if the ring holds all of a record. Errors: ``CapacityExceeded`` if the device
+        lacks the memory."""
         most = min(CHUNK_NBYTES, round_up(record_nbytes), round_up(nbytes_max // CHUNKS_MIN))
         self.chunk_nbytes = max(CHUNK_NBYTES_MIN, most)
         chunks_max = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
@@ -124,6 +152,9 @@ class Ring:
         self._copying = device.side("copies")
         self._emptied: list[Event | None] = [None] * self._count
         self._next = 0
+        self._gate = gate
+        self._flights: list[Flight] = []
+        """Of the record that is being sent."""
         self._fillings: dict[tuple[Route, int], tuple[Filling, ...]] = {}
         """By route and first chunk. A record's tensors go where those of the record before went."""
         self._routes_to_host: dict[tuple[tuple[torch.Size, torch.dtype], ...], Route] = {}
@@ -145,7 +176,15 @@ class Ring:
 
     def begin(self) -> None:
         """What is sent next is a record's."""
+        for each in self._flights:
+            each.depart()
+        self._flights.clear()
         self._next = 0
+
+    def wait_for_gate(self) -> None:
+        """In the thread in which what was sent is to depart."""
+        if self._gate is not None:
+            self._gate.wait()
 
     def send(self, sending: Sending, target: torch.Tensor) -> Flight:
         """Put the tensors on their way to ``target``, which the caller keeps until they have landed. They may be
@@ -155,19 +194,30 @@ class Ring:
         self._encoding.wait(current.record())
         if sending.first is not None:
             self._encoding.run(sending.first)
+        flight = Flight(sending.route, target, self._copying, self._emptied)
+        self._flights.append(flight)
+        at_once = self._gate is None or not self._gate.closes or not self._has_room(sending.route)
         for filling in self._fillings_of(sending.route):
-            place, self._next = self._next, (self._next + 1) % self._count
+            place, self._next = self._next, self._next + 1
+            place %= self._count
+            if at_once:
+                for each in self._flights:
+                    each.depart()  # those before lie in the ring, too
             if (emptied := self._emptied[place]) is not None:
                 self._encoding.wait(emptied)
             self._encoding.run(partial(filling.fill, sending, self._device))
-            self._copying.wait(self._encoding.record())
-            self._copying.run(partial(filling.copy_out, target))
-            self._emptied[place] = self._copying.record()
+            flight.take(filling, place, self._encoding.record())
+        if at_once:
+            flight.depart()
         current.wait(self._encoding.record())
-        return Flight(self._copying.record(), sending.route)
+        return flight
+
+    def _has_room(self, route: Route) -> bool:
+        """Beside what was sent of the record before."""
+        return self._next + len(route.chunks) <= self._count
 
     def _fillings_of(self, route: Route) -> tuple[Filling, ...]:
-        key = route, self._next
+        key = route, self._next % self._count
         if (known := self._fillings.get(key)) is None:
             if len(self._fillings) >= KEPT_MAX:
                 self._fillings.clear()
@@ -210,7 +260,7 @@ class Staged:
         self._record = whole(memory)
         self._pinned = pinned
         self.is_pinned = pinned(self._record)
-        self._flights: list[tuple[Flight, torch.Tensor]] = []
+        self._flights: list[Flight] = []
         self._due: list[tuple[torch.Tensor, int]] = []
         """What has landed in pinned memory, and where it begins in the record."""
         self._borrowed: list[torch.Tensor] = []
@@ -232,7 +282,7 @@ class Staged:
         else:
             target = host[:nbytes]
             self._due.append((target, start))
-        self._flights.append((self._ring.send(sending, target), target))
+        self._flights.append(self._ring.send(sending, target))
 
     def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Into pinned host memory. Errors: ``CapacityExceeded``."""
@@ -244,7 +294,7 @@ class Staged:
         host = self._hosts.borrow(at)
         self._borrowed.append(host)
         route = self._ring.route_to_host(list(tensors.values()))
-        self._flights.append((self._ring.send(Sending(route, list(tensors.values())), host), host))
+        self._flights.append(self._ring.send(Sending(route, list(tensors.values())), host))
         for name, tensor in tensors.items():
             held = host[starts[name] : starts[name] + tensor.nbytes]
             self.host[name] = held.view(tensor.dtype).view(tensor.shape)
@@ -252,8 +302,10 @@ class Staged:
     def land(self) -> None:
         """Wait until everything is where it was sent. Idempotent."""
         flights, self._flights = self._flights, []
-        for flight, target in flights:
-            flight.land(target)
+        if flights:
+            self._ring.wait_for_gate()
+        for each in flights:
+            each.land()
         due, self._due = self._due, []
         for landed, start in due:
             self._record[start : start + landed.numel()].copy_(landed)

@@ -44,6 +44,7 @@ from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.format.index.message import INDEX, plain_index
 from tiercheck.format.references import REFERENCES, References, read_references, referred
 from tiercheck.keys import ShardKey
+from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.reading import Reading, cloned
 from tiercheck.streams.device.samples import Comparison
@@ -126,7 +127,8 @@ class BaseCapture:
     ``host_state`` is the provider's where it is not given. ``expected`` has the checksums that tensors and objects of
     the base are to have, by their names in it: :meth:`finish` compares them with the copy's. ``audited``: they are of
     everything.
-    ``constants``: what the base may refer to; by default it is whole by itself. ``threads``: that compute checksums.
+    ``constants``: what the base may refer to; by default it is whole by itself. ``gate``: what copies from ``device``
+    wait for. ``threads``: that compute checksums.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class BaseCapture:
         constants: Constants | None = None,
         audited: bool = False,
         device: Device | None = None,
+        gate: Gate | None = None,
         threads: int = 1,
     ) -> None:
         everything, values = tensors_of(provider)
@@ -190,7 +193,7 @@ class BaseCapture:
         self._threads = threads
         self._fills = False
         """Whether the shard is to be as long as its memory."""
-        self._reading = None if device is None else Reading(device)
+        self._reading = None if device is None else Reading(device, gate)
         if self.constants is not None:
             self.constants.reading = self._reading
         self._comparison: Comparison | None = None

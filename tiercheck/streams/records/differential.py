@@ -183,8 +183,8 @@ class DifferentialCapture(IterationCapture):
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
         if self._on_device:
-            if came := self._on_device.sent.intersection(gradients):
-                raise came_twice(min(came), self._key.first)
+            for name in gradients:
+                self._check_new(name)
             self._on_device.send(gradients, self._stream.masters, self._nbytes_before)
         else:
             self._take(gradients)
@@ -258,8 +258,11 @@ class DifferentialCapture(IterationCapture):
 
     def _check(self, name: str, gradient: torch.Tensor) -> None:
         check_trained(self._stream.masters, name, gradient.shape)
+        self._check_new(name)
+
+    def _check_new(self, name: str) -> None:
         if self._has(name):
-            raise came_twice(name, self._key.first)
+            raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
 
     def _has(self, name: str) -> bool:
         if self._on_device and name in self._on_device.sent:
@@ -394,7 +397,7 @@ class DifferentialStream(IterationStream):
                     [name for name, each in provider.masters().items() if self.device.holds(each)]
                 )
             codec_there, room = self.encoder.codec, self.room
-            self.on_device = OnDevice(self.device, codec_there, room, gpu_staging_bytes, narrowed, kept)
+            self.on_device = OnDevice(self.device, codec_there, room, gpu_staging_bytes, narrowed, kept, self.gate)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
         return ShardKey.differential(generation, version, version, rank)
@@ -490,10 +493,6 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
         except (KeyError, TypeError, ValueError) as error:
             raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
     return found
-
-
-def came_twice(name: str, version: int) -> SaveError:
-    return SaveError(f"the gradient of {name!r} came twice in iteration {version}")
 
 
 @lru_cache(maxsize=8)

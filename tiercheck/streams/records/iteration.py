@@ -16,6 +16,7 @@ from tiercheck.format.references import References
 from tiercheck.kernels.threads import processors_of_rank
 from tiercheck.keys import ShardKey
 from tiercheck.streams.device.cuda import device_of
+from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
@@ -87,6 +88,8 @@ class IterationStream(abc.ABC):
         """Whether records are closed beside training."""
         self.closing_threads = max(1, min(CLOSING_THREADS_MAX, processors_of_rank() // 4)) if self.defers else 1
         """That compute the checksums of a record or base which is closed beside training."""
+        self.gate = Gate(provider.tell_of_forward) if self.defers else None
+        """What copies from the device wait for."""
         watched_on = self.device if self.defers else None
         self.token = ""
         """Of the generation that records: it is opened after this was made."""
@@ -143,6 +146,7 @@ class IterationStream(abc.ABC):
             index=self._index,
             constants=self._constants,
             device=self.device,
+            gate=self.gate,
             threads=self.closing_threads,
         )
 

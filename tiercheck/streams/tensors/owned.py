@@ -14,7 +14,7 @@ long as any rank sees that, the ranks compare at the end of each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -95,6 +95,9 @@ class OwnedProvider(StateProvider):
 
     def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
         return self._own(self._whole.gradient_dtypes(), self._owners.masters)
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        return self._whole.tell_of_forward(begins)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return self._own(self._whole.optimizer_state(), self._owners.masters)

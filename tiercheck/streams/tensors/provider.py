@@ -132,7 +132,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of seven methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of eight methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -154,6 +154,12 @@ class StateProvider(Protocol):
         bf16 training they come as fp32, and bf16 holds them. Memory is made ready by it; from the first step on, what
         came counts. By default, the master's."""
         return {}
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        """Call ``begins`` whenever a forward pass begins; returns whether copies from a GPU had better wait for that,
+        since something waits for the whole GPU before (:class:`~tiercheck.streams.device.gate.Gate`). By default
+        nothing does."""
+        return False
 
     @abstractmethod
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

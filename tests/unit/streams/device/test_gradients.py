@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiercheck.format import container
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec as codec_of
 from tiercheck.streams.codecs import decode
+from tiercheck.streams.device import gate
 from tiercheck.streams.gradients import staged
 from tiercheck.streams.gradients.encoder import scratch
 from tiercheck.streams.records import iteration
@@ -34,6 +36,7 @@ CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", *FED_BACK
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
     monkeypatch.setattr(iteration, "processors_of_rank", lambda: 64)
+    monkeypatch.setattr(gate, "WAIT_S", 0.0)  # what would open it is done by the same thread
 
 
 class Values(DeviceState):
@@ -48,6 +51,28 @@ class Values(DeviceState):
 
     def gradient_dtypes(self) -> dict[str, torch.dtype]:
         return {} if self.expected is None else dict.fromkeys(SHAPES, self.expected)
+
+
+class Waits(Values):
+    """Copies wait for the forward pass, as with an engine that waits for the device before."""
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        self.begins = begins
+        return True
+
+    def forward(self) -> None:
+        self.begins()
+        super().forward()
+
+
+class WaitsInVain(Waits):
+    """Nobody sees a forward pass."""
+
+    def tell_of_forward(self, begins: Callable[[], None]) -> bool:
+        return True
+
+    def forward(self) -> None:
+        DeviceState.forward(self)
 
 
 class Rough(Values):
@@ -86,12 +111,13 @@ def records(
     dtype: torch.dtype = torch.float32,
     parts: int = 1,
     base_after: int = 0,
+    gpu_staging_bytes: int = 1,
     **options: bool,
 ) -> None:
     """Three records of a loop on a stream of its own, which overwrites each gradient right after the hook, and lets
     others have its memory. ``base_after``: a base is begun after this version."""
     state = kind(device, dtype=dtype, shapes=SHAPES)
-    stream = DifferentialStream(state, codec, 1, device=device, gpu_staging_bytes=1, **options)
+    stream = DifferentialStream(state, codec, 1, device=device, gpu_staging_bytes=gpu_staging_bytes, **options)
     residuals: dict[str, np.ndarray[Any, Any]] = {}
     residuals_later: dict[str, np.ndarray[Any, Any]] = {}
     training, backward = device.side("training"), device.side("backward")
@@ -226,6 +252,45 @@ def test_a_record_holds_what_the_step_was_given(seed: int, kind: type[DeviceStat
     records(Reordering(seed), kind=kind, parts=1 + seed % 2)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [Waits, WaitsInVain], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("gpu_staging_bytes", [1, 5 * 4096, 1 << 20])
+def test_copies_may_wait_for_the_forward_pass(seed: int, kind: type[DeviceState], gpu_staging_bytes: int) -> None:
+    records(
+        Reordering(seed, pins=seed % 4 > 0),
+        kind=kind,
+        parts=1 + seed % 2,
+        codec=("exact", "nf4", "sparse")[seed % 3],
+        gpu_staging_bytes=gpu_staging_bytes,
+    )
+
+
+def test_nothing_is_copied_before_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "WAIT_S", 60.0)
+    device = Reordering(0)
+    state = Waits(device, shapes=SHAPES)
+    stream = DifferentialStream(state, "exact", 1, device=device)
+    copies = device.side("copies")
+    with device.on(device.side("training")):
+        stream.mark_stepped()
+        record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
+        record.add(state.backward())
+        state.step()
+        stream.mark_stepped()
+        close = record.later(skipped=False)
+        stream.mark_published()
+    assert close is not None
+    device.finish()  # as torch.cuda.synchronize() does
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(close)
+        assert not wait([closing], 0.05).done
+        assert not copies.steps, "nothing was put there"
+        with device.on(device.side("training")):
+            state.forward()
+        assert closing.result(60) > 0
+    state.true_gradients(1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_memory_that_is_not_pinned_is_gone_round(seed: int) -> None:
     for codec in ("exact", "nf4", "sparse", "int8+feedback"):
@@ -245,8 +310,15 @@ def test_what_is_fed_back_begins_anew_with_a_base(codec: str, gpu_feedback: bool
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": Rough}, {"kind": ExpectsFloat16}, {"kind": ExpectsScaled}, {"codec": "nf4"}, {"codec": "nf4+feedback"}],
-    ids=["direct", "by host", "narrowed", "nf4", "feedback"],
+    [
+        {"kind": Rough},
+        {"kind": ExpectsFloat16},
+        {"kind": ExpectsScaled},
+        {"codec": "nf4"},
+        {"codec": "nf4+feedback"},
+        {"kind": Waits, "gpu_staging_bytes": 5 * 4096},
+    ],
+    ids=["direct", "by host", "narrowed", "nf4", "feedback", "waits"],
 )
 def test_every_wait_of_a_record_is_needed(options: dict[str, Any]) -> None:
     assert uncovered(partial(records, **options), range(30)) == []
