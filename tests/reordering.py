@@ -110,13 +110,16 @@ class Reordering:
         self._lanes: dict[str, Lane] = {}
         self._of_thread = threading.local()
         self._held: dict[int, torch.Tensor] = {}
+        self._empty: list[torch.Tensor] = []
         self._pinned: dict[int, torch.Tensor] = {}
         self.default = self.side("default")
 
     # What the package asks for
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._held
+        if not tensor.numel():  # it lies nowhere
+            return any(tensor is each for each in self._empty)
+        return tensor.untyped_storage().data_ptr() in self._held
 
     def current(self) -> Lane:
         if self.capturing:
@@ -176,7 +179,10 @@ class Reordering:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory is the device's from now on."""
-        self._held[tensor.untyped_storage().data_ptr()] = tensor
+        if tensor.numel():
+            self._held[tensor.untyped_storage().data_ptr()] = tensor
+        else:
+            self._empty.append(tensor)
         return tensor
 
     @contextmanager

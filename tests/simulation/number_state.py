@@ -252,6 +252,9 @@ class NumberStream:
     def mark_stepped(self, *, every_bit: bool = False) -> None:
         pass
 
+    def hurry(self) -> None:
+        pass
+
     def mark_published(self) -> None:
         pass
 

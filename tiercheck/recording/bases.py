@@ -238,6 +238,7 @@ class Bases:
         if self.in_flight is None:
             return
         began, base = self._scheduler.time(), self.in_flight
+        self._stream.hurry()
         if not await self._scheduler.ends(base.copied, self._config.deadline_s):
             raise SaveError(f"base {base.version} was not copied within {self._config.deadline_s:g} s")
         if base.capture.let_change():
@@ -255,6 +256,7 @@ class Bases:
             return
         self._newest = None
         arrived = False
+        self._stream.hurry()
         try:
             with self._saves.saving(base.version):
                 arrived = await self._arrived(base)

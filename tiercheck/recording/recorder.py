@@ -311,6 +311,7 @@ class Recorder:
     async def close(self) -> None:
         """Wait until a running copy of a base, and of records, ends, and free memory that no record needs.
         Idempotent."""
+        self._stream.hurry()
         if self._open_record is not None:
             self._open_record.capture.abandon()
         await self._closer.close()
@@ -409,6 +410,7 @@ class Recorder:
         """What has become of the records that were handed over, when at most so many are still on their way. Returns
         whether one of them is lost. Errors: ``SaveError``."""
         began, failed = self._scheduler.time(), []
+        self._stream.hurry()
         for each in await self._closer.ended(most):
             if each.error is None:
                 self._saves.count(differentials=1, captured_bytes=each.nbytes)
@@ -444,6 +446,7 @@ class Recorder:
         self._bases.missing(version)
         opened, self._open_record = self._open_record, None
         if opened is not None:
+            self._stream.hurry()
             opened.capture.abandon()
             await self._memory.drop(opened.reservation, f"dropping differential {version}")
         await self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either

@@ -249,11 +249,11 @@ class _Hooks:
             self._iterations.stepped(self.provider.version)
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.provider.forward_begins()
         self._step_hooks.stand_next_to_the_step()
         if self.provider.training:
             self._iteration_begins()
             self._replicas.forward()
-        self.provider.forward_begins()
 
     def _iteration_begins(self) -> None:
         """Or goes on: each micro-batch has a forward pass."""

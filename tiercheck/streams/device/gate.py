@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["WAIT_S", "Gate"]
 
 WAIT_S = 0.1
-"""Nobody knows whether there will be another forward pass."""
+"""So long copies wait at most: nobody knows whether there will be another forward pass."""
 
 
 class Gate:
@@ -16,8 +16,8 @@ class Gate:
     forward pass. It would wait for each copy that is on its way then: 40 ms for 2 GB. A copy that begins with the
     forward pass is waited for by nobody.
 
-    Training's thread calls :meth:`close`, and whatever sees the forward pass begin :attr:`open`. Threads that copy call
-    :meth:`wait`.
+    Training's thread calls :meth:`close` in the step. It is opened by what sees the forward pass begin, and by
+    :meth:`open` if training itself is about to wait for a copy. Threads that copy call :meth:`wait`.
     """
 
     def __init__(self, tell: Callable[[Callable[[], None]], bool]) -> None:
@@ -29,9 +29,13 @@ class Gate:
         """Whether it is ever closed."""
 
     def close(self) -> None:
-        """A step is to come: copies wait from now on, if it is worth it."""
+        """Copies wait from now on, if the framework waits for the device (:attr:`closes`)."""
         if self.closes:
             self._opened.clear()
 
+    def open(self) -> None:
+        self._opened.set()
+
     def wait(self) -> None:
+        """Until it is open, for :data:`WAIT_S` at most."""
         self._opened.wait(WAIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class Arrangement:
     route: Route
     """Of those that are direct, if their parts lie behind one another, each on a line of its own."""
     starts: list[int]
-    """Of these parts, from the beginning of the first one on."""
+    """Of these parts, from the beginning of the first one on that has bytes."""
     nbytes: int
     """From the beginning of the first part to the end of the last one."""
     searched: tuple[int, ...]
@@ -74,7 +73,11 @@ def arrange(
         for each in direct
         for part in each.parts
     ]
-    starts = [*accumulate((round_up(spec.nbytes) for spec in specs), initial=0)][: len(specs)]
+    starts: list[int] = []
+    end = 0
+    for spec in specs:  # as slots of a shard are laid out
+        starts.append(round_up(end) if spec.nbytes else end)
+        end = starts[-1] + spec.nbytes
     recurs = not by_host and not any(spec.dtype in STORED_AS for spec in specs)
     tensors = Recurring(specs, STAMP_DIGITS) if recurs else None
     text = (blocks or codec).text
@@ -97,7 +100,7 @@ def arrange(
         by_host=tuple(by_host),
         route=route_of(landings_of(direct, starts, blocks), chunk_nbytes),
         starts=starts,
-        nbytes=max((start + spec.nbytes for start, spec in zip(starts, specs, strict=True)), default=0),
+        nbytes=end,
         searched=tuple(by_size[-SAMPLED_TENSORS_MAX:]),
         tensors=tensors,
         pieces=() if tensors is None else tuple(pieces_of(tensors, as_bytes(specs))),

@@ -6,7 +6,7 @@ See :mod:`tiercheck.streams.gradients.staged` for the way that they take.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -27,12 +27,12 @@ from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
-from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange, landings_of
+from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange
 from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.gathered import check_trained
 from tiercheck.streams.gradients.pieces import hash_all
 from tiercheck.streams.gradients.room import GradientRoom
-from tiercheck.streams.gradients.routes import Route, parts_of, route_of
+from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
 from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged
 from tiercheck.streams.records.record_names import gradient_name, stamp
@@ -50,8 +50,8 @@ ONE = 0x3F800000
 """The pattern of the fp32 number 1."""
 STAGING_SHARE = 40
 """2 GiB of 80: what a rank that trains a billion parameters has of gradients in half precision."""
-KEPT_MAX = 16
-"""Calls of a record whose arrangements are kept."""
+KEPT_MAX = 1024
+"""Arrangements kept: of each call of a record, and some frameworks bring each layer by itself."""
 
 
 class OnDevice:
@@ -85,7 +85,7 @@ class OnDevice:
         elif self.narrowed:
             self._prepare_to_narrow()
         self.residuals = DeviceResiduals(device, residual_sizes)
-        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, room.nbytes, gate)
+        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, self._nbytes_sent, gate)
         self.hosts = HostMemory(device)
         self._came: dict[tuple[str, ...], Came] = {}
         """By names, the gradients of the last call that brought these."""
@@ -100,14 +100,23 @@ class OnDevice:
         """What becomes of these. Errors: ``SaveError`` for one of no trained tensor, and for one on the host whose
         residual the device keeps."""
         names = tuple(gradients)
+        narrowed, stored = self.narrowed, self.room.dtypes  # as of now: the thread that closes records may change them
         before = self._came.get(names)
-        if before is None or not before.is_like(gradients, self):
-            if len(self._came) >= KEPT_MAX:
-                self._came.clear()
-            before = self._came[names] = Came.now(gradients, self, self._arrange(gradients, masters))
+        if before is None or not before.is_like(gradients, narrowed, stored, self.device):
+            while len(self._came) >= KEPT_MAX:
+                del self._came[next(iter(self._came))]
+            arrangement = self._arrange(gradients, masters, narrowed, stored)
+            kinds = tuple((each.dtype, each.shape, self.device.holds(each)) for each in gradients.values())
+            before = self._came[names] = Came(arrangement, kinds, narrowed, stored)
         return before.arrangement
 
-    def _arrange(self, gradients: Mapping[str, torch.Tensor], masters: Mapping[str, TensorSpec]) -> Arrangement:
+    def _arrange(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        masters: Mapping[str, TensorSpec],
+        narrowed: Collection[str],
+        stored: Mapping[str, str],
+    ) -> Arrangement:
         direct: list[Direct] = []
         by_host: list[str] = []
         for name, gradient in gradients.items():
@@ -118,18 +127,25 @@ class OnDevice:
                     f"the gradient of {name!r} came on the host, and {self.device.name} keeps what feedback has left "
                     "out of those before: give it there, or attach with gpu_feedback=False"
                 )
-            narrows = name in self.narrowed and gradient.dtype is torch.float32 and held
-            if narrows or (held and self._is_direct(name, NAMES[gradient.dtype])):
+            narrows = name in narrowed and gradient.dtype is torch.float32 and held
+            if narrows or (held and self._is_direct(name, NAMES[gradient.dtype], stored)):
                 parts = parts_of(gradient, self.blocks, narrows=narrows)
                 direct.append(Direct(name, gradient.shape, gradient.dtype, narrows, parts))
             else:
                 by_host.append(name)
         return arrange(direct, by_host, self.codec, self.blocks, self.ring.chunk_nbytes)
 
-    def _is_direct(self, name: str, dtype: str) -> bool:
+    @property
+    def _nbytes_sent(self) -> int:
+        """For one record, as far as can be told before there is one."""
+        if self.blocks is not None:
+            return self.room.nbytes
+        return self.room.nbytes_given(self.narrowed)
+
+    def _is_direct(self, name: str, dtype: str, stored: Mapping[str, str]) -> bool:
         """Whether what is stored of a gradient is made on the device, as it is or by a block codec."""
         if type(self.codec) is Exact:
-            return dtype == self.room.dtypes[name] or dtype != "F32"
+            return dtype == stored[name] or dtype != "F32"
         has_residual = isinstance(self.codec, BlockCodec) or name in self.residuals.of
         return self.blocks is not None and dtype in FLOATS and has_residual
 
@@ -151,31 +167,37 @@ class Came:
     narrowed: frozenset[str]
     stored: Mapping[str, str]
 
-    @classmethod
-    def now(cls, gradients: Mapping[str, torch.Tensor], common: OnDevice, arrangement: Arrangement) -> Came:
-        kinds = tuple((each.dtype, each.shape, common.device.holds(each)) for each in gradients.values())
-        return cls(arrangement, kinds, common.narrowed, common.room.dtypes)
-
-    def is_like(self, gradients: Mapping[str, torch.Tensor], common: OnDevice) -> bool:
+    def is_like(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        narrowed: Collection[str],
+        stored: Mapping[str, str],
+        device: Device,
+    ) -> bool:
         """Whether the same becomes of gradients of the same names."""
-        holds = common.device.holds
-        known = self.narrowed is common.narrowed and self.stored is common.room.dtypes
+        known = self.narrowed is narrowed and self.stored is stored
         return known and all(
-            each.dtype is dtype and each.shape == shape and holds(each) is held
+            each.dtype is dtype and each.shape == shape and device.holds(each) is held
             for each, (dtype, shape, held) in zip(gradients.values(), self.kinds, strict=True)
         )
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The gradients of one call. ``starts``: where each part lies in the record."""
+    """The gradients of one call. ``begin``: where the first of their parts that has bytes begins in the record."""
 
     arrangement: Arrangement
-    starts: Sequence[int]
+    begin: int
     recurs: bool
     """Whether they come first in the record."""
     scales: str
     """The name under which what was found of their scale lands on the host; empty if none are narrowed."""
+
+    def parts(self) -> Iterator[tuple[Direct, tuple[tuple[Part, int], ...]]]:
+        """Each gradient's, and where they lie in the record."""
+        starts = (self.begin + start for start in self.arrangement.starts)
+        for each in self.arrangement.direct:
+            yield each, tuple((part, next(starts)) for part in each.parts)
 
 
 class DeviceResiduals:
@@ -258,11 +280,8 @@ class DeviceGradients:
         if arrangement.direct:
             sent = self._placed(self._writer, arrangement)
             self._sent.append(sent)
-            route, start = arrangement.route, sent.starts[0]
-            if not sent.recurs and [each - start for each in sent.starts] != arrangement.starts:
-                landings = landings_of(arrangement.direct, (each - start for each in sent.starts), common.blocks)
-                route = route_of(landings, common.ring.chunk_nbytes)
-            self._staged.send(self._sending(arrangement, route, gradients, found), start, arrangement.nbytes, host)
+            self._staged.send(self._sending(arrangement, gradients, found), sent.begin, arrangement.nbytes, host)
+            common.residuals.begun(self._bases_begun)
         if found is not None:
             by_host[self._sent[-1].scales] = found
         if by_host:
@@ -272,36 +291,27 @@ class DeviceGradients:
     def _placed(self, writer: ShardWriter, arrangement: Arrangement) -> Sent:
         """Where the parts lie in the record from now on."""
         scales = f"{SCALES}{len(self._sent)}" if arrangement.searched else ""
-        tensors = arrangement.tensors
+        begin, tensors = round_up(writer.nbytes), arrangement.tensors
         if tensors is not None and not self.sent:
-            start = writer.nbytes
             writer.recurring(tensors, stamp(self._version))
-            return Sent(arrangement, [start + each for each in tensors.starts], True, scales)
-        starts: list[int] = []
+            return Sent(arrangement, begin, True, scales)
+        end = writer.nbytes
         for each in arrangement.direct:
             for part in each.parts:
-                slot = writer.slot(gradient_name(self._version, each.name, part.suffix), part.dtype, part.shape)
-                starts.append(writer.nbytes - slot.nbytes)
-        return Sent(arrangement, starts, False, scales)
+                writer.slot(gradient_name(self._version, each.name, part.suffix), part.dtype, part.shape)
+        assert writer.nbytes == (begin + arrangement.nbytes if arrangement.nbytes else end)
+        return Sent(arrangement, begin, False, scales)
 
     def _sending(
-        self,
-        arrangement: Arrangement,
-        route: Route,
-        gradients: Mapping[str, torch.Tensor],
-        found: torch.Tensor | None,
+        self, arrangement: Arrangement, gradients: Mapping[str, torch.Tensor], found: torch.Tensor | None
     ) -> Sending:
-        common = self._common
+        residuals, route = self._common.residuals, arrangement.route
         tensors = [gradients[each.name] for each in arrangement.direct]
         if found is not None:
             searched = [tensors[index] for index in arrangement.searched]
-            return Sending(route, tensors, found=found, first=partial(find_scale, common.device, searched, found))
-        residuals, first = common.residuals, None
-        if arrangement.direct:
-            first = residuals.clearing(self._bases_begun)
-            residuals.begun(self._bases_begun)
+            return Sending(route, tensors, found=found, first=partial(find_scale, self._common.device, searched, found))
         kept = [residuals.of[each.name] for each in arrangement.direct] if residuals.of else ()
-        return Sending(route, tensors, residuals=kept, first=first)
+        return Sending(route, tensors, residuals=kept, first=residuals.clearing(self._bases_begun))
 
     def end(self, buffers: Mapping[str, torch.Tensor], comparisons: Sequence[Comparison]) -> None:
         """What else belongs to the version, as of now. ``comparisons``: if any differ, the record is none."""
@@ -348,7 +358,7 @@ class DeviceGradients:
             description = arrangement.description if scale is None else arrangement.scaled
             if each.recurs:
                 assert arrangement.tensors is not None
-                memory = self._memory[each.starts[0] : each.starts[0] + arrangement.tensors.nbytes]
+                memory = self._memory[each.begin : each.begin + arrangement.tensors.nbytes]
                 gathered = Gathered(hash_all(arrangement.pieces, memory, threads=threads), description, scale)
             else:
                 encodings |= description.encodings_with(scale)
@@ -367,9 +377,8 @@ class DeviceGradients:
         codec, found = self._common.blocks, dict[str, dict[str, Any]]()
         if codec is None:
             return found
-        starts = iter(sent.starts)
-        for each in sent.arrangement.direct:
-            codes, scales = (self._array(part, next(starts)) for part in each.parts)
+        for each, parts in sent.parts():
+            codes, scales = (self._array(*part) for part in parts)
             if count := codec.nonfinite(codes, scales, each.shape.numel()):
                 said = sent.arrangement.description.encodings[each.name]
                 found[each.name] = {**said, "scalars": {"nonfinite": count}}
@@ -381,8 +390,8 @@ class DeviceGradients:
             return {}
         return {
             each.name: "BF16"
-            for each, start in zip(sent.arrangement.direct, sent.starts, strict=True)
-            if each.parts[0].dtype == "F32" and is_bfloat16(self._array(each.parts[0], start))
+            for each, ((part, start),) in sent.parts()
+            if part.dtype == "F32" and is_bfloat16(self._array(part, start))
         }
 
     def on_host(self, buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

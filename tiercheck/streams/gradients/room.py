@@ -9,7 +9,7 @@ the rest of that memory is unused. If a record needs more than was reserved, it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tiercheck.format.container import TensorSpec, header_room
 from tiercheck.format.header import round_up
@@ -43,6 +43,10 @@ class GradientRoom:
         """Bytes if the gradients are stored in :attr:`dtypes`."""
         if type(codec) is Exact:
             self.note({name: expected[name] for name in own if expected.get(name) in NARROWED.get(own[name], ())})
+
+    def nbytes_given(self, halved: Collection[str]) -> int:
+        """Bytes of gradients as they come, in their masters' dtypes; of those of ``halved`` half of that."""
+        return sum(round_up(spec.nbytes // (1 + (name in halved))) for name, spec in self._masters.items())
 
     def note(self, stored: Mapping[str, str]) -> None:
         """Remember how a record stores its gradients: by master, the dtype. The mapping must not change afterwards."""

@@ -92,21 +92,31 @@ class Copy:
 class Chunk:
     pieces: tuple[Piece, ...]
     copies: tuple[Copy, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
     chunks: tuple[Chunk, ...]
     gaps: NDArray[np.int64]
-    """The bytes of the target, beside the parts, that these copies write to."""
+    """The bytes of the target, up to the end of the last part, that are in no part. Copies may write to them."""
 
 
 def route_of(landings: Sequence[Landing], chunk_nbytes: int) -> Route:
     """The tensors, in order, in as few chunks as hold them."""
-    gaps: list[tuple[int, int]] = []
-    chunks = tuple(chunk_of(pieces, gaps) for pieces in pieces_by_chunk(landings, chunk_nbytes))
-    found = [np.arange(start, stop, dtype=np.int64) for start, stop in gaps]
-    return Route(chunks, np.concatenate([np.empty(0, np.int64), *found]))
+    chunks = tuple(map(chunk_of, pieces_by_chunk(landings, chunk_nbytes)))
+    return Route(chunks, bytes_between(landings))
+
+
+def bytes_between(landings: Sequence[Landing]) -> NDArray[np.int64]:
+    gaps: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    end = 0
+    for landing in landings:
+        for start, nbytes in zip(landing.parts, landing.nbytes(landing.elements), strict=True):
+            if nbytes:
+                gaps.append(np.arange(end, start, dtype=np.int64))
+                end = start + nbytes
+    return np.concatenate(gaps)
 
 
 def pieces_by_chunk(landings: Sequence[Landing], chunk_nbytes: int) -> Iterator[list[Piece]]:
@@ -144,9 +154,9 @@ def fitting(landing: Landing, start: int, size: int, room: int) -> int:
     return start + max(0, blocks) * landing.block
 
 
-def chunk_of(pieces: Sequence[Piece], gaps: list[tuple[int, int]]) -> Chunk:
-    """Parts that lie behind one another in the chunk as in the target are copied together. ``gaps``: gets what lies
-    between these, by first byte and end."""
+def chunk_of(pieces: Sequence[Piece]) -> Chunk:
+    """Parts that lie behind one another in the chunk as in the target are copied together, and what lies between them
+    with them."""
     parts = [
         Copy(place, begin + before, nbytes)
         for piece in pieces
@@ -158,12 +168,11 @@ def chunk_of(pieces: Sequence[Piece], gaps: list[tuple[int, int]]) -> Chunk:
     for part in parts:
         last = joined[-1] if joined else None
         if last is not None and part.target - last.target == part.source - last.source:
-            if (end := last.target + last.nbytes) < part.target:
-                gaps.append((end, part.target))
             joined[-1] = Copy(last.source, last.target, part.source + part.nbytes - last.source)
         else:
             joined.append(part)
-    return Chunk(tuple(pieces), tuple(short for each in joined for short in cut(each)))
+    end = max((each.source + each.nbytes for each in joined), default=0)
+    return Chunk(tuple(pieces), tuple(short for each in joined for short in cut(each)), end)
 
 
 def cut(copy: Copy) -> Iterator[Copy]:

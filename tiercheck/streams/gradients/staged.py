@@ -25,16 +25,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from tiercheck.format.header import round_up
+from tiercheck.format.header import ALIGNMENT, round_up
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device, Event, Stream
-from tiercheck.streams.gradients.routes import Copy, Landing, Piece, Route, route_of
+from tiercheck.streams.gradients.routes import Chunk, Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
 __all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged"]
@@ -49,8 +51,8 @@ CHUNKS_USUAL = 8
 CHUNKS_MIN = 2
 """One is filled while another one is copied."""
 CHUNK_NBYTES_MIN = 4096
-KEPT_MAX = 16
-"""Routes whose places in the ring are remembered: those of a record, and of the kinds of records there are."""
+KEPT_MAX = 1024
+"""Routes whose places in the ring are remembered: those of each call of a record."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,22 @@ class Sending:
     """What the device does before."""
 
 
+@dataclass
+class Region:
+    """Bytes of the ring."""
+
+    start: int
+    stop: int
+    emptied: Event | None = None
+    """When what was there was copied; ``None``: it has not departed."""
+
+
 @dataclass(frozen=True)
 class Filling:
     """A chunk at its place in the ring. What is copied there as it is comes first, all of it by one operation."""
 
+    start: int
+    stop: int
     plain: tuple[Piece, ...]
     targets: list[torch.Tensor]
     encoded: tuple[tuple[Piece, tuple[torch.Tensor, ...]], ...]
@@ -101,28 +115,32 @@ class Filling:
 class Flight:
     """Tensors on their way to ``target``. Any thread may call :meth:`depart`."""
 
-    def __init__(self, route: Route, target: torch.Tensor, copying: Stream, emptied: list[Event | None]) -> None:
-        """``emptied``: gets, by its place in the ring, when each chunk was copied."""
+    def __init__(self, route: Route, target: torch.Tensor, copying: Stream) -> None:
         self._route = route
         self._target = target
         self._copying = copying
-        self._emptied = emptied
-        self._filled: deque[tuple[Filling, int, Event]] = deque()
-        """Chunks that are not on their way yet, their places in the ring, and when they are filled."""
+        self._filled: deque[tuple[Filling, Region, Event]] = deque()
+        """Chunks that are not on their way yet, where they lie, and when they are filled."""
         self._ended: Event | None = None
         self._lock = threading.Lock()
 
-    def take(self, filling: Filling, place: int, filled: Event) -> None:
-        self._filled.append((filling, place, filled))
+    @property
+    def waits(self) -> bool:
+        """Whether some of it has not departed."""
+        return bool(self._filled)
+
+    def take(self, filling: Filling, region: Region, filled: Event) -> None:
+        self._filled.append((filling, region, filled))
 
     def depart(self) -> None:
-        """Put the copies of what was taken into their stream."""
+        """Put the copies of what was taken into their stream. What could not be put there remains."""
         with self._lock:
             while self._filled:
-                filling, place, filled = self._filled.popleft()
+                filling, region, filled = self._filled[0]
                 self._copying.wait(filled)
                 self._copying.run(partial(filling.copy_out, self._target))
-                self._emptied[place] = self._ended = self._copying.record()
+                region.emptied = self._ended = self._copying.record()
+                self._filled.popleft()
 
     def land(self) -> None:
         """Wait for the tensors, and clear what was written between them."""
@@ -148,31 +166,28 @@ class Ring:
         usual = max(CHUNK_NBYTES_USUAL, min(record_nbytes, nbytes_max) // CHUNKS_USUAL)
         most = min(CHUNK_NBYTES, usual, record_nbytes, nbytes_max // CHUNKS_MIN)
         self.chunk_nbytes = max(CHUNK_NBYTES_MIN, round_up(most))
-        chunks_max = max(CHUNKS_MIN, nbytes_max // self.chunk_nbytes)
-        self._count = min(chunks_max, max(CHUNKS_MIN, -(-record_nbytes // self.chunk_nbytes) + 1))
+        needed = (-(-record_nbytes // self.chunk_nbytes) + 1) * self.chunk_nbytes
+        self.nbytes = max(CHUNKS_MIN * self.chunk_nbytes, min(needed, nbytes_max // ALIGNMENT * ALIGNMENT))
         self._device = device
         self._memory = device.memory(self.nbytes, "to stage gradients in: lower gpu_staging_bytes")
         self._encoding = device.side("gradients")
         self._copying = device.side("copies")
-        self._emptied: list[Event | None] = [None] * self._count
-        self._next = 0
         self._gate = gate
+        self._at = 0
+        """Where the next chunk begins, if there is room behind."""
+        self._regions: list[Region] = []
+        """That may hold what is not copied yet."""
         self._flights: list[Flight] = []
         """Of the record that is being sent."""
         self._fillings: dict[tuple[Route, int], tuple[Filling, ...]] = {}
-        """By route and first chunk. A record's tensors go where those of the record before went."""
+        """By route, and where the first chunk begins. A record's tensors go where those of the record before went."""
         self._routes_to_host: dict[tuple[tuple[torch.Size, torch.dtype], ...], Route] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self._count * self.chunk_nbytes
 
     def route_to_host(self, tensors: Sequence[torch.Tensor]) -> Route:
         """As they are, each on a line of its own."""
         key = tuple((each.shape, each.dtype) for each in tensors)
         if (known := self._routes_to_host.get(key)) is None:
-            if len(self._routes_to_host) >= KEPT_MAX:
-                self._routes_to_host.clear()
+            evict(self._routes_to_host)
             starts = accumulate((round_up(each.nbytes) for each in tensors), initial=0)
             landings = [Landing(*each, (start,)) for each, start in zip(key, starts, strict=False)]
             known = self._routes_to_host[key] = route_of(landings, self.chunk_nbytes)
@@ -183,7 +198,7 @@ class Ring:
         for each in self._flights:
             each.depart()
         self._flights.clear()
-        self._next = 0
+        self._at = 0
 
     def wait_for_gate(self) -> None:
         """In the thread in which what was sent is to depart."""
@@ -198,45 +213,65 @@ class Ring:
         self._encoding.wait(current.record())
         if sending.first is not None:
             self._encoding.run(sending.first)
-        flight = Flight(sending.route, target, self._copying, self._emptied)
+        flight = Flight(sending.route, target, self._copying)
         self._flights.append(flight)
+        fillings = self._fillings_of(sending.route)
         at_once = self._gate is None or not self._gate.closes or not self._has_room(sending.route)
-        for filling in self._fillings_of(sending.route):
-            place, self._next = self._next, self._next + 1
-            place %= self._count
+        for filling in fillings:
             if at_once:
                 for each in self._flights:
-                    each.depart()  # those before lie in the ring, too
-            if (emptied := self._emptied[place]) is not None:
-                self._encoding.wait(emptied)
+                    each.depart()  # what was sent of the record before lies in the ring, too
+            region = self._claimed(filling)
             self._encoding.run(partial(filling.fill, sending, self._device))
-            flight.take(filling, place, self._encoding.record())
+            flight.take(filling, region, self._encoding.record())
+            self._at = round_up(filling.stop)
         if at_once:
             flight.depart()
         current.wait(self._encoding.record())
         return flight
 
     def _has_room(self, route: Route) -> bool:
-        """Beside what was sent of the record before."""
-        return self._next + len(route.chunks) <= self._count
+        """Behind what was sent of the record before."""
+        return self._at + sum(round_up(chunk.nbytes) for chunk in route.chunks) <= self.nbytes
+
+    def _claimed(self, filling: Filling) -> Region:
+        """The region of the ring, when what was there has gone."""
+        claimed, kept = Region(filling.start, filling.stop), list[Region]()
+        for each in self._regions:
+            if each.stop <= claimed.start or claimed.stop <= each.start:
+                kept.append(each)
+            else:
+                assert each.emptied is not None, "it has departed"
+                self._encoding.wait(each.emptied)
+        self._regions = [*kept, claimed]
+        return claimed
 
     def _fillings_of(self, route: Route) -> tuple[Filling, ...]:
-        key = route, self._next % self._count
+        key = route, self._at
         if (known := self._fillings.get(key)) is None:
-            if len(self._fillings) >= KEPT_MAX:
-                self._fillings.clear()
-            known = self._fillings[key] = tuple(
-                self._filling(route, index, (self._next + index) % self._count) for index in range(len(route.chunks))
-            )
+            evict(self._fillings)
+            made: list[Filling] = []
+            at = self._at
+            for chunk in route.chunks:
+                start = at if at + chunk.nbytes <= self.nbytes else 0
+                made.append(filling_of(chunk, self._memory, start))
+                at = round_up(start + chunk.nbytes)
+            known = self._fillings[key] = tuple(made)
         return known
 
-    def _filling(self, route: Route, index: int, place: int) -> Filling:
-        chunk = route.chunks[index]
-        memory = self._memory[place * self.chunk_nbytes : (place + 1) * self.chunk_nbytes]
-        plain = tuple(piece for piece in chunk.pieces if piece.landing.is_plain)
-        encoded = tuple((piece, places_of(piece, memory)) for piece in chunk.pieces if not piece.landing.is_plain)
-        copies = tuple((memory[each.source : each.source + each.nbytes], each) for each in chunk.copies)
-        return Filling(plain, [place_of(piece, memory) for piece in plain], encoded, copies)
+
+def filling_of(chunk: Chunk, ring: torch.Tensor, start: int) -> Filling:
+    memory = ring[start : start + chunk.nbytes]
+    plain = tuple(piece for piece in chunk.pieces if piece.landing.is_plain)
+    encoded = tuple((piece, places_of(piece, memory)) for piece in chunk.pieces if not piece.landing.is_plain)
+    copies = tuple((memory[each.source : each.source + each.nbytes], each) for each in chunk.copies)
+    return Filling(start, start + chunk.nbytes, plain, [place_of(piece, memory) for piece in plain], encoded, copies)
+
+
+def evict(kept: dict[Any, Any]) -> None:
+    """Those that were made first, so that there is room for one more."""
+    while len(kept) >= KEPT_MAX:
+        del kept[next(iter(kept))]
 
 
 def places_of(piece: Piece, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -306,10 +341,11 @@ class Staged:
     def land(self) -> None:
         """Wait until everything is where it was sent. Idempotent."""
         flights, self._flights = self._flights, []
-        if flights:
+        if any(each.waits for each in flights):
             self._ring.wait_for_gate()
-        for each in flights:
-            each.land()
+        with ExitStack() as landing:  # all of them land, also if one fails
+            for each in flights:
+                landing.callback(each.land)
         due, self._due = self._due, []
         for landed, start in due:
             self._record[start : start + landed.numel()].copy_(landed)

@@ -154,7 +154,7 @@ class DifferentialCapture(IterationCapture):
         self._hyperparameters = stream.provider.hyperparameters()
         self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
-        """Of gradients that were not gathered."""
+        """Of gradients that were not gathered, and of those that hold numbers which are not finite."""
         self._stored: dict[str, str] = {}
         """The dtypes of what is stored of them."""
         self._kept: frozenset[str] = frozenset()
@@ -318,10 +318,9 @@ class DifferentialCapture(IterationCapture):
             threads=stream.closing_threads,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it
-        if self._gathered is not None:
-            stream.room.note(self._gathered.stored)
-        if self._stored:
-            stream.room.note(self._stored)
+        gathered = {} if self._gathered is None else self._gathered.stored
+        if gathered or self._stored:
+            stream.room.note({**gathered, **self._stored} if self._stored else gathered)
         return nbytes
 
     def _landed(self, on_device: DeviceGradients, buffers: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

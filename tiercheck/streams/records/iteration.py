@@ -150,6 +150,11 @@ class IterationStream(abc.ABC):
             threads=self.closing_threads,
         )
 
+    def hurry(self) -> None:
+        """Training is about to wait for what is copied from a device: it is not to be kept back."""
+        if self.gate is not None:
+            self.gate.open()
+
     @property
     def base_nbytes(self) -> int:
         """About the bytes of a base."""

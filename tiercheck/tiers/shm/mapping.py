@@ -169,7 +169,7 @@ class MappedSegments:
         return lacking
 
     def beyond(self, nbytes: int) -> int:
-        """By how much memory for objects of so many bytes may be longer altogether."""
+        """About how much longer the memory of objects of so many bytes may be altogether."""
         return margin(nbytes) if self.pinning.available() else 0
 
     @property
