@@ -3,8 +3,8 @@
 A base stays until the next one is whole and no rank needs the one before (:mod:`tiercheck.policy.watermark`). So there
 are two while one is being made, and a third one when a restart adds its opening base, or while a base takes longer on
 its way to the durable tier than the next ones take to come. If no tier that all ranks share commits bases, three are
-usual: two are kept here. Differentials stay until a base after them is there, and
-every other tier that is to hold them has them.
+usual: two are kept here. Differentials stay until a base after them is there, and every other tier that is to hold them
+has them.
 
 In bytes a trained parameter, with Adam in fp32 (12 a base), folded every 5 versions, in batches of 5::
 

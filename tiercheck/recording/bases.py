@@ -195,13 +195,14 @@ class Bases:
                 self._stream.give_up_constants()  # they may be among what was lost
         began = self._scheduler.time()
         capture = self._stream.base(ShardKey.base(self._generation, version, self._rank))
+        nbytes = capture.nbytes_max
         constants = capture.constants
         # The thread that copies them makes the memory, if it is not ready: gigabytes take seconds.
         room = None
         if constants is not None:
             room = await self._memory.reserve(constants.key, constants.nbytes_max, ready=False)
         try:
-            reservation = await self._memory.reserve(capture.key, capture.nbytes_max, ready=False)
+            reservation = await self._memory.reserve(capture.key, nbytes, ready=False)
         except BaseException:
             if room is not None:
                 await self._memory.drop(room, f"dropping the constants of base {version}")
@@ -214,7 +215,7 @@ class Bases:
         self._saves.count(base_stall_s=self._scheduler.time() - began)
         if not lazily:
             await self.finish_copy()
-        return capture.nbytes_max
+        return nbytes
 
     async def settle_with_others(self, version: int) -> None:
         """All ranks make a base at this version: agree with them. Errors: ``SaveError``; ``GroupError``."""

@@ -3,7 +3,7 @@ the record says of it. Worked out when they come for the first time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from tiercheck.streams.gradients.routes import Landing, Route, route_of
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name
 from tiercheck.streams.tensors.as_bytes import NAMES
 
-__all__ = ["Arrangement", "Direct", "arrange", "landings_of"]
+__all__ = ["Arrangement", "Direct", "arrange"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Arrangement:
     direct: tuple[Direct, ...]
     by_host: tuple[str, ...]
     route: Route
-    """Of those that are direct, if their parts lie behind one another, each on a line of its own."""
+    """Of those that are direct. Their parts lie behind one another, each on a line of its own."""
     starts: list[int]
     """Of these parts, from the beginning of the first one on that has bytes."""
     nbytes: int
@@ -78,6 +78,10 @@ def arrange(
     for spec in specs:  # as slots of a shard are laid out
         starts.append(round_up(end) if spec.nbytes else end)
         end = starts[-1] + spec.nbytes
+    left = iter(starts)
+    landings = [
+        Landing(each.shape, each.dtype, tuple(next(left) for _ in each.parts), blocks, each.narrows) for each in direct
+    ]
     recurs = not by_host and not any(spec.dtype in STORED_AS for spec in specs)
     tensors = Recurring(specs, STAMP_DIGITS) if recurs else None
     text = (blocks or codec).text
@@ -98,7 +102,7 @@ def arrange(
     return Arrangement(
         direct=tuple(direct),
         by_host=tuple(by_host),
-        route=route_of(landings_of(direct, starts, blocks), chunk_nbytes),
+        route=route_of(landings, chunk_nbytes),
         starts=starts,
         nbytes=end,
         searched=tuple(by_size[-SAMPLED_TENSORS_MAX:]),
@@ -107,14 +111,6 @@ def arrange(
         description=Description.of(stored, lambda _: encodings(None)),
         scaled=Description.of(stored, encodings),
     )
-
-
-def landings_of(direct: Sequence[Direct], starts: Iterable[int], blocks: BlockCodec | None) -> list[Landing]:
-    """``starts``: of all parts, in order."""
-    left = iter(starts)
-    return [
-        Landing(each.shape, each.dtype, tuple(next(left) for _ in each.parts), blocks, each.narrows) for each in direct
-    ]
 
 
 def as_bytes(specs: Sequence[TensorSpec]) -> Stored:

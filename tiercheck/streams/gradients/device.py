@@ -34,7 +34,7 @@ from tiercheck.streams.gradients.pieces import hash_all
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
-from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged
+from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged, evict
 from tiercheck.streams.records.record_names import gradient_name, stamp
 from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import NAMES
@@ -50,8 +50,6 @@ ONE = 0x3F800000
 """The pattern of the fp32 number 1."""
 STAGING_SHARE = 40
 """2 GiB of 80: what a rank that trains a billion parameters has of gradients in half precision."""
-KEPT_MAX = 1024
-"""Arrangements kept: of each call of a record, and some frameworks bring each layer by itself."""
 
 
 class OnDevice:
@@ -103,8 +101,7 @@ class OnDevice:
         narrowed, stored = self.narrowed, self.room.dtypes  # as of now: the thread that closes records may change them
         before = self._came.get(names)
         if before is None or not before.is_like(gradients, narrowed, stored, self.device):
-            while len(self._came) >= KEPT_MAX:
-                del self._came[next(iter(self._came))]
+            evict(self._came)
             arrangement = self._arrange(gradients, masters, narrowed, stored)
             kinds = tuple((each.dtype, each.shape, self.device.holds(each)) for each in gradients.values())
             before = self._came[names] = Came(arrangement, kinds, narrowed, stored)

@@ -39,7 +39,7 @@ from tiercheck.streams.device.protocol import Device, Event, Stream
 from tiercheck.streams.gradients.routes import Chunk, Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
-__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged"]
+__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged", "evict"]
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ CHUNKS_MIN = 2
 """One is filled while another one is copied."""
 CHUNK_NBYTES_MIN = 4096
 KEPT_MAX = 1024
-"""Routes whose places in the ring are remembered: those of each call of a record."""
+"""What was worked out for a call is kept for so many calls: some frameworks bring each layer by itself."""
 
 
 @dataclass(frozen=True)

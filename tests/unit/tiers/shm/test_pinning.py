@@ -101,6 +101,21 @@ async def test_memory_that_was_needed_before_it_was_ready_is_pinned_when_it_is_u
     calls(cuda)
 
 
+async def test_what_is_made_ready_is_not_given_back_for_being_somewhat_longer(cuda: ctypes.CDLL, name: str) -> None:
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        await driver.expect(16 * MIB)
+        await driver.prepare_reservations([(4 * MIB, 4)])
+        assert calls(cuda).count("register") == 4
+        assert driver.facts()["pinned"] == "4 of the segments that are mapped"
+        held = [await driver.reserve(f"a{n}", 4 * MIB) for n in range(4)]
+        assert all(each._segment._head.recycled_bytes > 4 * MIB for each in held)  # type: ignore[attr-defined]
+        assert len([each.buffer for each in held]) == 4
+        assert "register" not in calls(cuda), "each was ready"
+        for each in held:
+            await each.drop()
+    calls(cuda)
+
+
 async def test_several_threads_make_it_ready_if_there_are_processors(
     cuda: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
