@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # np.unique would import it in a step, and training might wait for a disk's folders
 from numpy.typing import NDArray
 
 from tiercheck.kernels.reference.gathering import words_at
