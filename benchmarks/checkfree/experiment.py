@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkfree.mending import BASELINES, STRATEGIES, Bases, Strategy, mend
+from benchmarks.checkfree.mending import BASELINES, ENDS_KEPT, STRATEGIES, Bases, Strategy, mend
 from benchmarks.checkfree.one_failure import SMOOTHED
 from benchmarks.checkfree.pipeline import STAGES, Held, Pipeline, SetUp
 from benchmarks.checkfree.trace import ALONE, RATES, Trace, hard_trace, one_loss, plain_trace
@@ -92,17 +92,18 @@ def parts(model: str, seeds: Sequence[int], *, rates: Sequence[str] = tuple(RATE
     found: list[Part] = []
     setups = [replace(MODELS[model], seed=seed) for seed in seeds]
 
-    def add(name: str, rate: str, *, hard: bool = False) -> None:
-        found.extend(Part(setup, STRATEGIES[name], trace_of(setup, rate, hard=hard)) for setup in setups)
+    def add(strategy: Strategy, rate: str, *, hard: bool = False) -> None:
+        found.extend(Part(setup, strategy, trace_of(setup, rate, hard=hard)) for setup in setups)
 
     for name in AT_ALL_RATES:
-        add(name, middle)
+        add(STRATEGIES[name], middle)
     for rate in rates:
         for name in AT_ALL_RATES if rate != middle else more:
-            add(name, rate)
+            add(STRATEGIES[name], rate)
     if more:
-        add("roll-back+movement", middle)
-        add("roll-back", middle, hard=True)
+        add(ENDS_KEPT, middle)
+        add(STRATEGIES["roll-back+movement"], middle)
+        add(STRATEGIES["roll-back"], middle, hard=True)
     return [*undisturbed_parts(model, seeds), *found]
 
 

@@ -88,6 +88,8 @@ STRATEGIES = {
         Strategy("distilled", "ours 3: CheckFree, then fitted to recorded activations", CHECKFREE, distilled=True),
     )
 }
+ENDS_KEPT = Strategy("roll-back, ends kept", "ours 1, as often as an average has to mend", (Method.ROLL_BACK,))
+"""Beside ``roll-back``, which loses more: what the losses of end stages do, and what a base does."""
 
 
 Bases = Mapping[int, tuple[int, Stage]]

@@ -41,7 +41,7 @@ def named(rate: str, *strategies: str) -> list[tuple[str, str]]:
     return [(each, rate) for each in strategies]
 
 
-OURS = ("roll-back", "roll-back+movement", "moments", "by layer", "fitted", "distilled")
+OURS = ("roll-back", "roll-back, ends kept", "roll-back+movement", "moments", "by layer", "fitted", "distilled")
 PANELS = (
     Panel(
         "how a stage is made anew (10 %)",
