@@ -41,9 +41,9 @@ KERNELS_USED: tuple[Kernel[..., Any], ...] = (
     kernels.gather_scaled_into,
 )
 FEW = 400
-"""Up to so many tensors are copied by NumPy, which takes a millisecond longer than a kernel. Importing Numba for a kernel
-takes more than a second of a step, and a model of few tensors does without, if bf16 does not hold its gradients. A Llama
-of 13 billion parameters has 363."""
+"""Up to so many tensors are copied by NumPy, which takes a millisecond longer than a kernel. Importing Numba for a
+kernel takes more than a second of a step, and a model of few tensors does without, if bf16 does not hold its gradients.
+A Llama of 13 billion parameters has 363."""
 LOOKED_AT = 1 << 20
 """Elements that NumPy looks at, or narrows. For more there is a kernel."""
 KEPT_MAX = 4
