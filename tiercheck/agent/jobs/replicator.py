@@ -407,7 +407,8 @@ class RankReplicator:
 
     @property
     def _finished(self) -> bool:
-        return self._brought_home_at is not None or self._abandoned
+        """Nothing is left to move and nobody waits for an answer, or whoever might ask was silent for too long."""
+        return self._abandoned or (self._brought_home_at is not None and not self._operations)
 
     @property
     def _abandoned(self) -> bool:

@@ -35,7 +35,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, LineageKey, ShardKey
 from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.job import JobTier, ReplicationJob
-from tiercheck.replication.mover import MoverHandle
+from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.replication.objects.records import seal, unseal
 from tiercheck.replication.pacing import Pacer
 from tiercheck.runtime.backoff import Backoff
@@ -204,11 +204,34 @@ async def test_what_a_dead_trainer_left_goes_out_as_it_is(node: Node, monkeypatc
         await until(lambda: not replicator.needed, "the end of what there was to do")
         assert str(ShardKey.differential(1, 1, 3, 0)) in await held(hierarchy)
         await until(lambda: replicator.state == "resting", "rest")
-        monkeypatch.setattr(replicator, "_rest_s", 60.0)  # a busy machine would rest again before it has begun
         await capture(hierarchy, record(4))
         async with await connect_agent(node.name) as client:
             await RemoteMover(client, hierarchy.first.driver, job).drain(10, closing=True)
         assert str(ShardKey.differential(1, 4, 4, 0)) in await held(hierarchy)
+
+
+async def test_it_does_not_rest_while_somebody_waits(node: Node, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, drain = node.job(node.shm()), Mover.drain
+    seen: list[tuple[str, bool]] = []
+
+    async def slow_drain(mover: Mover, deadline_s: float, *, closing: bool) -> None:
+        (replicator,) = agent.registry
+        clock.ahead_s += 600  # longer than it waits for a silent trainer
+        await until(lambda: replicator._brought_home_at is not None, "all that is left to move")
+        await asyncio.sleep(0)
+        seen.append((replicator.state, replicator.needed))
+        await drain(mover, deadline_s, closing=closing)
+
+    monkeypatch.setattr(Mover, "drain", slow_drain)
+    async with running(node, linger_s=60.0) as agent:
+        async with trainer(node, job) as (mover, hierarchy, _):
+            await mover.register()
+            await capture(hierarchy, base(0), record(1))
+            await mover.drain(10, closing=True)
+            assert seen == [("moving", True)]
+        (replicator,) = agent.registry
+        await until(lambda: replicator.state == "resting", "rest")
+        assert not replicator.needed
 
 
 async def test_a_restart_takes_everything_up_again(node: Node) -> None:
