@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkfree.cost import CHECKPOINTS, CostModel, Curve, in_place, redundant, rolled_back, steps_to
-from benchmarks.checkfree.one_failure import aftermaths, is_one_failure
+from benchmarks.checkfree.mending import ENDS_KEPT
+from benchmarks.checkfree.one_failure import SMOOTHED, aftermaths, is_one_failure
 from benchmarks.checkfree.one_failure import tables as tables_of_one_failure
 from benchmarks.checkfree.pipeline import STAGES
 from benchmarks.checkfree.trace import ALONE, HORIZON, RATES, plain_trace
@@ -26,9 +27,14 @@ Line = Mapping[str, Any]
 TARGET_AT = 2 / 3
 """The target is the loss that the undisturbed training has after that share of its steps."""
 
+LAST = 250
+"""The training loss is told of so many last steps: a mean over a hundred times as many bytes as a validation's."""
+
 HEADINGS = (
     "strategy",
     "failures",
+    "training loss",
+    "above",
     "final loss",
     "worse by",
     "perplexity",
@@ -51,6 +57,10 @@ class Result:
     """Stages made anew; of what is derived, stages lost before the last step was reached."""
     by_iterations: Curve
     by_hours: Curve
+    trained: float | None
+    """The training loss of the last :data:`LAST` steps, in nats a byte; ``None`` as ``final``."""
+    trained_above: float | None
+    """That of the undisturbed training, on the same bytes."""
     final: float | None
     """The validation loss after the last step, in nats a byte; ``None`` if it is not reached in the whole trace."""
     worse_by: float | None
@@ -102,6 +112,10 @@ def curve_of(line: Line) -> Curve:
     return [(at, loss) for at, loss in line["validation"]]
 
 
+def trained_of(line: Line) -> float:
+    return fmean(line["training"][-LAST // SMOOTHED :])
+
+
 def target_of(alone: Line) -> float:
     wanted = TARGET_AT * setup_of(alone)["steps"]
     return min(curve_of(alone), key=lambda point: abs(point[0] - wanted))[1]
@@ -123,6 +137,8 @@ def measured(line: Line, alone: Line, cost: CostModel) -> Result:
         failures=sum(len(each["stages"]) for each in line["mended"]),
         by_iterations=curve,
         by_hours=in_place(curve, recoveries, cost),
+        trained=trained_of(line),
+        trained_above=trained_of(line) - trained_of(alone),
         final=curve[-1][1],
         worse_by=curve[-1][1] - curve_of(alone)[-1][1],
         target=target_of(alone),
@@ -130,15 +146,19 @@ def measured(line: Line, alone: Line, cost: CostModel) -> Result:
 
 
 def derived(alone: Line, rate: str, cost: CostModel) -> list[Result]:
-    """Full roll-back and redundant computation: they train on the undisturbed curve, and only take longer."""
+    """Full roll-back and redundant computation: they train on the undisturbed curve, and only take longer. Full
+    roll-back also with as many failures as the averages have."""
     setup, curve = setup_of(alone), curve_of(alone)
     steps = setup["steps"]
     trace = plain_trace(rate, seed=setup["seed"], steps=steps, stages=STAGES)
-    courses = {"redundant": (curve, redundant(curve, cost))}
-    for every in CHECKPOINTS:
-        courses[f"full roll-back, {every}"] = rolled_back(curve, trace, every, steps, HORIZON * steps, cost)
+    spared = trace.struck(ENDS_KEPT.struck)
+    courses = {"redundant": (trace, (curve, redundant(curve, cost)))}
+    for ends, struck in (("", trace), (", ends kept", spared)):
+        for every in CHECKPOINTS:
+            course = rolled_back(curve, struck, every, steps, HORIZON * steps, cost)
+            courses[f"full roll-back, {every}{ends}"] = struck, course
     found = []
-    for name, (by_iterations, by_hours) in courses.items():
+    for name, (struck, (by_iterations, by_hours)) in courses.items():
         reached = len(by_iterations) == len(curve)
         found.append(
             Result(
@@ -147,9 +167,11 @@ def derived(alone: Line, rate: str, cost: CostModel) -> list[Result]:
                 seed=setup["seed"],
                 strategy=name,
                 rate=rate,
-                failures=trace.before(int(by_iterations[-1][0]) if reached else HORIZON * steps),
+                failures=struck.before(int(by_iterations[-1][0]) if reached else HORIZON * steps),
                 by_iterations=by_iterations,
                 by_hours=by_hours,
+                trained=trained_of(alone) if reached else None,
+                trained_above=0.0 if reached else None,
                 final=curve[-1][1] if reached else None,
                 worse_by=0.0 if reached else None,
                 target=target_of(alone),
@@ -169,6 +191,8 @@ def cells(same: Sequence[Result]) -> list[str]:
     return [
         same[0].strategy + ("" if not same[0].derived else " (derived)"),
         mean([each.failures for each in same], ".1f"),
+        mean([each.trained for each in same], ".3f"),
+        mean([each.trained_above for each in same], "+.3f"),
         mean([each.final for each in same], ".3f"),
         mean([each.worse_by for each in same], "+.3f"),
         mean([None if each.final is None else exp(each.final) for each in same], ".2f"),

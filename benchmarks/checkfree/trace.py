@@ -7,8 +7,8 @@ keys "5", "10" and "16"). One draw serves all rates: what is lost at a lower rat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class Trace:
     lost: Mapping[int, tuple[int, ...]]
     until: int | None = None
     """The training ends after so many steps instead of all."""
+
+    def struck(self, of: Callable[[Collection[int]], tuple[int, ...]]) -> Trace:
+        """The losses that are left if each is what ``of`` leaves of it."""
+        left = {at: of(stages) for at, stages in self.lost.items()}
+        return replace(self, lost={at: stages for at, stages in left.items() if stages})
 
     def before(self, iterations: int) -> int:
         """How many stages are lost in the first ``iterations``."""

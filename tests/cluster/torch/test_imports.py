@@ -1,4 +1,5 @@
-"""A step imports nothing: to read a folder may take as long as a disk that a tier is filling, and training waits."""
+"""A step imports nothing, but for Numba of many tensors: to read a folder may take as long as a disk that a tier is
+filling, and training waits."""
 
 from __future__ import annotations
 

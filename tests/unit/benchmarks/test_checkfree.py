@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.checkfree import report
 from benchmarks.checkfree.cost import CostModel, in_place, redundant, rolled_back, steps_to
 from benchmarks.checkfree.experiment import MODELS, Part, Run, parts, run_parts, single_parts, trace_of
-from benchmarks.checkfree.mending import STRATEGIES, mend, recorded_error
-from benchmarks.checkfree.one_failure import aftermaths
+from benchmarks.checkfree.mending import ENDS_KEPT, STRATEGIES, mend, recorded_error
+from benchmarks.checkfree.one_failure import SMOOTHED, aftermaths
 from benchmarks.checkfree.pipeline import STAGES, Pipeline
+from benchmarks.checkfree.report import results
 from benchmarks.checkfree.trace import Trace, hard_trace, plain_trace
 
 TINY = replace(MODELS["tiny"], seed=1)
@@ -177,6 +179,31 @@ def test_one_failure_is_compared_with_the_training_beside_it(lines: list[dict[st
     assert found["random", "stage 2"].gaps[0] == pytest.approx(gap)
     trained = lost["training"][0] - undisturbed["training"][0]
     assert found["random", "stage 2"].trained == [pytest.approx(trained)]
+
+
+def test_what_is_spared_the_ends_has_as_many_failures_as_the_averages(
+    lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Trace("-", {3: (0,), 5: (0, 3), 7: (1, 4), 9: (5,)})
+    assert trace.struck(ENDS_KEPT.struck).lost == {5: (3,), 7: (1, 4)}
+    assert trace.struck(STRATEGIES["checkfree"].struck) == trace.struck(ENDS_KEPT.struck)
+    assert trace.struck(STRATEGIES["roll-back"].struck) == trace
+    assert "roll-back, ends kept" in {part.strategy.name for part in parts("3M", [1], rates=["10%"])}
+    monkeypatch.setattr(report, "plain_trace", lambda rate, **_: replace(trace, rate=rate))
+    failures = {each.strategy: each.failures for each in results(lines) if each.derived}
+    assert failures["full roll-back, 10, ends kept"] == 3 and failures["full roll-back, 10"] == 6
+    assert failures["redundant"] == 6
+
+
+def test_the_training_loss_is_that_of_the_last_steps(
+    lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "LAST", 2 * SMOOTHED)
+    alone = {**named(lines, "none", "-"), "training": [3.0, 2.0, 1.0]}
+    mine = {**named(lines, "checkfree", "10%"), "training": [9.0, 2.5, 1.75]}
+    found = {each.strategy: each for each in results([alone, mine]) if not each.derived}
+    assert (found["none"].trained, found["none"].trained_above) == (1.5, 0.0)
+    assert (found["checkfree"].trained, found["checkfree"].trained_above) == (2.125, 0.625)
 
 
 def test_tables_and_a_plot_come_of_the_lines(
