@@ -26,7 +26,8 @@ from tiercheck.folding.server import FoldServer
 from tiercheck.hierarchy import OpenTier
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.runtime.priority import ends_first_without_memory
-from tiercheck.streams.state import FoldShards, NotExact
+from tiercheck.streams.errors import NotExact
+from tiercheck.streams.state import FoldShards
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["main"]

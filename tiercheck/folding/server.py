@@ -31,7 +31,7 @@ from tiercheck.folding.messages import (
 from tiercheck.keys import ShardKey, parse
 from tiercheck.policy.folding import Fold
 from tiercheck.replication.fold_executor import FoldExecutor, Outcome, Ready, Refused, Superfluous
-from tiercheck.streams.state import NotExact
+from tiercheck.streams.errors import NotExact
 
 __all__ = ["FoldServer", "OpenFoldExecutor"]
 

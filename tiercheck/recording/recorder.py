@@ -31,7 +31,8 @@ from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.state import OtherwiseStored, RecordCapture, StateStream, WrittenUnseen
+from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
+from tiercheck.streams.state import RecordCapture, StateStream
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Recorder"]

@@ -23,7 +23,8 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
 from tiercheck.runtime.waiting import settled
 from tiercheck.streams.doubts import NAMES_MAX
-from tiercheck.streams.state import FoldShards, InDoubt, NotExact, StateCapture
+from tiercheck.streams.errors import InDoubt, NotExact
+from tiercheck.streams.state import FoldShards, StateCapture
 from tiercheck.tiers.driver import Reservation
 from tiercheck.types import PutMode
 

@@ -7,13 +7,11 @@ brings a smaller one. All methods that touch the live state are called in the tr
 
 from __future__ import annotations
 
-import struct
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tiercheck.errors import Corruption, Mismatch, TierCheckError
+from tiercheck.errors import Mismatch
 from tiercheck.format.container import Shard
 from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.logical import LogicalIndex
@@ -28,10 +26,7 @@ from tiercheck.types import Fidelity
 __all__ = [
     "Conversion",
     "FoldShards",
-    "InDoubt",
     "MakeRuns",
-    "NotExact",
-    "OtherwiseStored",
     "Rebuilt",
     "Record",
     "RecordCapture",
@@ -40,60 +35,7 @@ __all__ = [
     "StateReader",
     "StateStream",
     "TrainingState",
-    "Undecodable",
-    "WrittenUnseen",
-    "ill_formed_is_corrupt",
 ]
-
-ILL_FORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
-"""What Python raises where a value is not what its reader takes it for. Lack of memory is none of it."""
-
-
-class Undecodable(Corruption):
-    """A differential's bytes are what was written (``whole``), or not; either way they are not a ``version`` of this
-    state."""
-
-    def __init__(self, version: int, cause: Corruption, *, whole: bool) -> None:
-        super().__init__(f"version {version} cannot be decoded: {cause.message}", tier=cause.tier, key=cause.key)
-        self.version = version
-        self.whole = whole
-
-
-class NotExact(TierCheckError):
-    """What a fold would give is not known to be what the job had."""
-
-
-class WrittenUnseen(TierCheckError):
-    """Something wrote to the state past what counts writes, so that a record does not lead to its version. ``late``: it
-    did so after the version before was published, which does not hold it either."""
-
-    def __init__(self, names: Sequence[str], *, late: bool) -> None:
-        told = ", ".join(names[:3])
-        super().__init__(f"something wrote to {told} outside of the optimizer's step, and past torch's counters")
-        self.names = tuple(names)
-        self.late = late
-
-
-class OtherwiseStored(TierCheckError):
-    """Gradients were stored on a GPU as the bf16 numbers that they were said to be times one scale, and are none."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        told = ", ".join(names[:3])
-        super().__init__(f"the gradients of {told} are not bf16 numbers times one scale: later ones are stored whole")
-
-
-class InDoubt(NotExact):
-    """Only a doubt that a version holds stands in the way: what comes after a captured base may be exact again."""
-
-
-@contextmanager
-def ill_formed_is_corrupt(*, tier: str, key: str) -> Iterator[None]:
-    """Whatever a reader inside trips over is the copy's fault. Errors: ``Corruption``."""
-    try:
-        yield
-    except ILL_FORMED as error:
-        raise Corruption(f"it is ill formed: {type(error).__name__}: {str(error)[:500]}", tier=tier, key=key) from error
-
 
 # What recording takes
 

@@ -18,7 +18,7 @@ from tiercheck.folding.server import FoldServer
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
 from tiercheck.replication.fold_executor import FoldExecutor, Made, Outcome, Ready, Refused, Superfluous, Wanted
-from tiercheck.streams.state import NotExact
+from tiercheck.streams.errors import NotExact
 
 TARGET = FoldTarget("shm://run", "shm", certified=True)
 BASE = ShardKey.base(1, 0, 0)

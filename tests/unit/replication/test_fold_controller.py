@@ -25,8 +25,8 @@ from tiercheck.opening.startup import _Startup
 from tiercheck.policy.first_tier import holding
 from tiercheck.policy.policies import EverySeconds, EveryVersions, Policies, When
 from tiercheck.replication.mover import Mover
+from tiercheck.streams.errors import InDoubt, NotExact
 from tiercheck.streams.rebuilding import folding
-from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
 

@@ -59,7 +59,8 @@ from tiercheck.recovery.reading.copies import Copies, Failed, OutOfReach, Unusab
 from tiercheck.recovery.reading.landing import landed
 from tiercheck.recovery.reading.verifying import verified
 from tiercheck.replication.objects.asking import asked_twice
-from tiercheck.streams.state import Rebuilt, Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
+from tiercheck.streams.errors import Undecodable, ill_formed_is_corrupt
+from tiercheck.streams.state import Rebuilt, Record, Run, StateReader
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Fidelity
 

@@ -27,6 +27,7 @@ from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
+from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange
 from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.gathered import check_trained
@@ -36,7 +37,6 @@ from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
 from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged, evict
 from tiercheck.streams.records.record_names import gradient_name, stamp
-from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
 

@@ -26,6 +26,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.errors import InDoubt, NotExact
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.stand_in import find_stand_in
 from tiercheck.streams.rebuilding.carry_over import options_at_end
@@ -39,7 +40,6 @@ from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.replay.kernel_selection import InPlace, OnDevice, is_certified, kernel_for, stepped_tensors
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import GradientsOnDemand, Step, decode_run
-from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.streams.tensors.as_bytes import given
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.types import Fidelity

@@ -25,9 +25,9 @@ from tiercheck.errors import Corruption
 from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.codecs import Encoding, codec_of
+from tiercheck.streams.errors import Undecodable
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
-from tiercheck.streams.state import Undecodable
 from tiercheck.streams.tensors.as_bytes import tensor_of
 
 __all__ = ["Gradient", "GradientsOnDemand", "Run", "Step", "check_fits", "decode_run", "run_of", "wide"]

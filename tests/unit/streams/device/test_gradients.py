@@ -20,12 +20,12 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec as codec_of
 from tiercheck.streams.codecs import decode
 from tiercheck.streams.device import gate
+from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.gradients import device as device_gradients
 from tiercheck.streams.gradients import staged
 from tiercheck.streams.gradients.encoder import scratch
 from tiercheck.streams.records import iteration
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
-from tiercheck.streams.state import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 
 SEEDS = range(25)

@@ -24,12 +24,12 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.kernels.gpu_adam import FUSED
 from tiercheck.recording.bases import Bases
+from tiercheck.streams.errors import NotExact
 from tiercheck.streams.optimizers.stand_in import known_stand_in
 from tiercheck.streams.rebuilding import folding
 from tiercheck.streams.rebuilding.folding import TensorFolding, check_foldable, fold
 from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.audit import read_audit
-from tiercheck.streams.state import NotExact
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.tiers.wrappers.base import WrappingDriver
 

@@ -108,7 +108,7 @@ async def test_what_is_made_ready_is_not_given_back_for_being_somewhat_longer(cu
         assert calls(cuda).count("register") == 4
         assert driver.facts()["pinned"] == "4 of the segments that are mapped"
         held = [await driver.reserve(f"a{n}", 4 * MIB) for n in range(4)]
-        # Only the segment tells that its memory comes out of the pool, with its margin: a reservation shows what was asked.
+        # Only the segment tells that its memory comes out of the pool, margin and all.
         assert all(each._segment._head.recycled_bytes > 4 * MIB for each in held)  # type: ignore[attr-defined]
         assert len([each.buffer for each in held]) == 4
         assert "register" not in calls(cuda), "each was ready"
