@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +132,16 @@ def bases_in(path: Path) -> list[int]:
     return sorted(key.version for key in keys if isinstance(key, CommitKey))
 
 
+def flush_until_committed(checkpointer: Checkpointer, path: Path, version: int) -> None:
+    """Rank 0 commits a base when it has seen what the others say, and they see that when they look again."""
+    checkpointer.flush()
+    deadline = time.monotonic() + 30
+    while version not in bases_in(path):
+        assert time.monotonic() < deadline, f"base {version} was not committed"
+        checkpointer.flush()
+    checkpointer.flush()
+
+
 def records_in(path: Path) -> list[str]:
     return sorted(str(each.relative_to(path)) for each in path.rglob("*-*.safetensors"))
 
@@ -255,7 +266,7 @@ def test_ranks_keep_the_same_best_version_and_make_bases_together_by_rank_0_s_cl
                 checkpointer.complete(version)
                 if version in losses:
                     checkpointer.report(loss=losses[version][rank])
-                    checkpointer.flush()
+                    flush_until_committed(checkpointer, tmp_path, version)
 
     assert ranks(life) == {0: None, 1: None}
     assert bases_in(tmp_path) == [4, 16]
