@@ -366,7 +366,7 @@ def test_what_a_start_on_more_ranks_has_left_goes(job: Job) -> None:
         fails = call.operation is Operation.PUT and str(call.key).startswith(("r00000/g000002", "r00001/g000002"))
         return Unauthorized("cut short") if fails else None
 
-    parts(job, 4, FAILED_AT + 1, trouble=trouble, deadline_s=1)
+    parts(job, 4, FAILED_AT + 1, trouble=trouble, deadline_s=3)
     job.lose_memory()
     assert {path.parts[-4] for path in (job.directory / "durable").glob("r*/*/base/*")} > {"r00003"}
     succeeded(parts(job, 2, 13, closed=True))
