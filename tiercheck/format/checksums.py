@@ -7,9 +7,6 @@ consists of whole blocks; whoever has all the bytes needs no list. Either way ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-
 import xxhash
 
 from tiercheck.format.copying import copy_with_xxh3
@@ -26,7 +23,6 @@ __all__ = [
     "checksum_of",
     "checksum_of_blocks",
     "copy_with_checksum",
-    "digests_of",
 ]
 
 BLOCK_NBYTES = 4 << 20
@@ -49,14 +45,6 @@ def block_digests(data: Buffer) -> bytes:
     view = memoryview(data).cast("B")
     starts = range(0, len(view), BLOCK_NBYTES)
     return b"".join([xxhash.xxh3_64_digest(view[start : start + BLOCK_NBYTES]) for start in starts])
-
-
-def digests_of(tensors: Mapping[str, Buffer], threads: int) -> dict[str, bytes]:
-    """The :func:`block_digests` of each, by so many threads."""
-    if threads == 1 or len(tensors) < 2:
-        return {name: block_digests(each) for name, each in tensors.items()}
-    with ThreadPoolExecutor(min(threads, len(tensors)), thread_name_prefix="tiercheck-checksum") as pool:
-        return dict(zip(tensors, pool.map(block_digests, tensors.values()), strict=True))
 
 
 def checksum_of_blocks(digests: Buffer) -> str:

@@ -41,7 +41,7 @@ from tiercheck.format.header import (
     worst_case_nbytes,
 )
 from tiercheck.format.host_state import pack, unpack
-from tiercheck.format.layout import ShardLayout, object_spec, tensor_name, tensor_spec
+from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
 from tiercheck.format.parts import Digests, Part, checksums_of, parts_of
 from tiercheck.format.recurring import Checksums, Recurring
 from tiercheck.types import Buffer
@@ -205,10 +205,6 @@ class ShardWriter:
         reservation ends first. Either leaves the writer as it was.
         """
         return self._place(tensor_spec(name, dtype, shape))
-
-    def slots(self, specs: Iterable[TensorSpec]) -> dict[str, memoryview]:
-        """:meth:`slot` for each of these, by name. Errors: as of that; those before the one that failed are placed."""
-        return {tensor_name(spec.name): self._place(spec) for spec in specs}
 
     def recurring(self, tensors: Recurring, stamp: str) -> memoryview:
         """The writable bytes of all these tensors, which come first; fill them before ``finish``, but for the gaps

@@ -1,7 +1,7 @@
-"""Tensors that every record of a stream has: laid out and described once, and not once a version.
+"""Tensors that every record of a stream has, or every base: laid out and described once, and not once a version.
 
-Their names begin with the version's digits. So the header of one version's record differs from that of the one before
-in those digits and in the checksums: both are written over the text that was there.
+The names of a record's begin with the version's digits. So the header of one version's record differs from that of the
+one before in those digits and in the checksums: both are written over the text that was there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Recurring:
     """Tensors that come first in each of many shards, one behind the other. One thread uses it at a time.
 
     ``tensors``: in the order in which they lie. Each name begins with the version, here ``stamp_digits`` zeros. Errors:
-    ``ValueError`` for another name, one that is there twice, or a dtype that files do not store as such.
+    ``ValueError`` for another name, or one that is there twice.
     """
 
-    def __init__(self, tensors: Iterable[TensorSpec], stamp_digits: int) -> None:
+    def __init__(self, tensors: Iterable[TensorSpec], stamp_digits: int = 0) -> None:
         self.nbytes = 0
         self.paddings = 0
         self.starts: list[int] = []
@@ -54,6 +54,9 @@ class Recurring:
                 checksums += b',"xxh3_64:' + name[1:] + b':"'
                 digests.append(len(checksums))
                 checksums += b"0" * CHECKSUM_DIGITS + b'"'
+                if extent.spec.dtype in STORED_AS:
+                    stamps[0].append(len(checksums) + len(',"dtype:'))
+                    checksums += b',"dtype:' + name[1:] + b':"' + extent.spec.dtype.encode("ascii") + b'"'
                 stamps[1].append(len(entries) + len(',"'))
             entries += b"," + name + b":" + COMPACT.encode(description_of(extent)).encode("ascii")
         self._texts = np.frombuffer(checksums, np.uint8), np.frombuffer(entries, np.uint8)
@@ -91,8 +94,6 @@ class Recurring:
 
     def _laid_out(self, tensors: Iterable[TensorSpec]) -> Iterable[Extent]:
         for spec in tensors:
-            if spec.dtype in STORED_AS:
-                raise ValueError(f"{spec.name!r} of {spec.dtype} is not stored as such")
             start = round_up(self.nbytes) if spec.nbytes else self.nbytes
             if start > self.nbytes:
                 yield Extent.padding(self.paddings, self.nbytes, start - self.nbytes)

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tiercheck.format.container import Recurring, TensorSpec
-from tiercheck.format.header import STORED_AS, round_up
+from tiercheck.format.header import round_up
 from tiercheck.kernels.reference.scale_search import SAMPLED_TENSORS_MAX
 from tiercheck.streams.codecs import Codec, Encoding, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import SCALE
 from tiercheck.streams.gradients.description import Description
-from tiercheck.streams.gradients.pieces import Piece, Stored, pieces_of
+from tiercheck.streams.gradients.pieces import Piece, as_they_are, pieces_of
 from tiercheck.streams.gradients.routes import Landing, Route, route_of
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name
 from tiercheck.streams.tensors.as_bytes import NAMES
@@ -82,8 +81,7 @@ def arrange(
     landings = [
         Landing(each.shape, each.dtype, tuple(next(left) for _ in each.parts), blocks, each.narrows) for each in direct
     ]
-    recurs = not by_host and not any(spec.dtype in STORED_AS for spec in specs)
-    tensors = Recurring(specs, STAMP_DIGITS) if recurs else None
+    tensors = None if by_host else Recurring(specs, STAMP_DIGITS)
     text = (blocks or codec).text
 
     def encodings(pattern: int | None) -> dict[str, dict[str, Any]]:
@@ -107,14 +105,7 @@ def arrange(
         nbytes=end,
         searched=tuple(by_size[-SAMPLED_TENSORS_MAX:]),
         tensors=tensors,
-        pieces=() if tensors is None else tuple(pieces_of(tensors, as_bytes(specs))),
+        pieces=() if tensors is None else tuple(pieces_of(tensors, as_they_are(specs))),
         description=Description.of(stored, lambda _: encodings(None)),
         scaled=Description.of(stored, encodings),
     )
-
-
-def as_bytes(specs: Sequence[TensorSpec]) -> Stored:
-    """Stored as they are."""
-    nbytes = np.array([spec.nbytes for spec in specs], np.int64)
-    none = np.zeros(len(specs), np.bool_)
-    return Stored(nbytes, nbytes, none, none)

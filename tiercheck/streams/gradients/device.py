@@ -31,7 +31,7 @@ from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange
 from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.gathered import check_trained
-from tiercheck.streams.gradients.pieces import hash_all
+from tiercheck.streams.gradients.pieces import checksums_of, hash_all
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
@@ -356,7 +356,8 @@ class DeviceGradients:
             if each.recurs:
                 assert arrangement.tensors is not None
                 memory = self._memory[each.begin : each.begin + arrangement.tensors.nbytes]
-                gathered = Gathered(hash_all(arrangement.pieces, memory, threads=threads), description, scale)
+                digests = hash_all(arrangement.pieces, memory, threads=threads)
+                gathered = Gathered(checksums_of(arrangement.pieces, digests), description, scale)
             else:
                 encodings |= description.encodings_with(scale)
             encodings |= self._with_nonfinite(each)

@@ -1,9 +1,9 @@
-"""What of a record's gradients is copied and hashed in one go, while it is in the processor's cache; and by how many
-threads."""
+"""What of the tensors that recur, those of a record or a base, is copied and hashed in one go, while it is in the
+processor's cache; and by how many threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,14 +12,25 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, checksum_of_blocks
+from tiercheck.format.checksums import BLOCK_NBYTES, checksum_of_blocks
 from tiercheck.format.copying import CACHED_BYTES, copy_with_xxh3
+from tiercheck.format.header import TensorSpec
 from tiercheck.format.recurring import Recurring
 from tiercheck.kernels.reference.gathering import bytes_at
 from tiercheck.kernels.threads import run
 from tiercheck.streams.gradients.scales import Scale
 
-__all__ = ["Piece", "Stored", "checksums_of", "copy_all", "look_at_all", "pieces_of"]
+__all__ = [
+    "Piece",
+    "Stored",
+    "as_they_are",
+    "blocks_of",
+    "checksums_of",
+    "copy_all",
+    "hash_all",
+    "look_at_all",
+    "pieces_of",
+]
 
 THREAD_NBYTES_MIN = 4 << 20
 """Starting a thread takes as long as copying a tenth of that."""
@@ -33,6 +44,13 @@ class Stored:
     nbytes: NDArray[np.int64]
     narrowed: NDArray[np.bool_]
     scaled: NDArray[np.bool_]
+
+
+def as_they_are(specs: Collection[TensorSpec]) -> Stored:
+    """By their bytes."""
+    nbytes = np.array([spec.nbytes for spec in specs], np.int64)
+    none = np.zeros(len(specs), np.bool_)
+    return Stored(nbytes, nbytes, none, none)
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,7 @@ def copy_all(
 
 
 def hash_all(pieces: Sequence[Piece], memory: memoryview, *, threads: int) -> NDArray[np.uint64]:
-    """The checksum of each tensor that lies in ``memory``. At most ``threads`` run, the caller's included."""
+    """The pieces' digests, of tensors that lie in ``memory``. At most ``threads`` run, the caller's included."""
     digests = np.empty(pieces[-1].digests.stop if pieces else 0, np.uint64)
     held = np.frombuffer(memory, np.uint8)
 
@@ -157,7 +175,7 @@ def hash_all(pieces: Sequence[Piece], memory: memoryview, *, threads: int) -> ND
             digests[each.digests] = kernels.hash_each.reference(held, each.starts, each.stops)
 
     run(look, shares_of([each.nbytes for each in pieces], threads))
-    return checksums_of(pieces, digests)
+    return digests
 
 
 def look_at_all(
@@ -210,18 +228,24 @@ def shares_of(nbytes: Sequence[int], threads: int) -> list[slice]:
     return [slice(start, max(start, stop)) for start, stop in pairwise(edges)]
 
 
-def checksums_of(pieces: Sequence[Piece], digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The checksum of each tensor: the digest, or that of its blocks' digests."""
-    blocks: dict[int, list[int]] = {}
+def blocks_of(pieces: Sequence[Piece], digests: NDArray[np.uint64]) -> dict[int, bytes]:
+    """The digests of the blocks of each tensor that has several, one behind the other, by the tensor's place."""
+    ranges: dict[int, slice] = {}
     for each in pieces:
         if each.offset:
-            blocks.setdefault(each.places.start, [each.digests.start - 1]).append(each.digests.start)
-    if not blocks:
+            first = ranges.get(each.places.start, slice(each.digests.start - 1, 0)).start
+            ranges[each.places.start] = slice(first, each.digests.stop)
+    return {place: digests[of_blocks].astype(">u8").tobytes() for place, of_blocks in ranges.items()}
+
+
+def checksums_of(pieces: Sequence[Piece], digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The checksum of each tensor: the digest, or that of its blocks' digests."""
+    if not (blocks := blocks_of(pieces, digests)):
         return digests
-    found, inner = digests.copy(), np.zeros(len(digests), np.bool_)
-    for places in blocks.values():
-        of_blocks = digests[places].astype(">u8").tobytes()
-        assert len(of_blocks) == DIGEST_NBYTES * len(places)
-        found[places[0]] = int(checksum_of_blocks(of_blocks), 16)
-        inner[places[1:]] = True
-    return found[~inner]
+    inner = np.zeros(len(digests), np.bool_)
+    for each in pieces:
+        inner[each.digests] = each.offset > 0
+    found = digests[~inner]
+    for place, of_blocks in blocks.items():
+        found[place] = int(checksum_of_blocks(of_blocks), 16)
+    return found

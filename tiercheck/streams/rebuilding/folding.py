@@ -124,7 +124,8 @@ class ReplayedBase(BaseCapture):
         self._replay = replay
 
     def copy(self, memory: memoryview) -> None:
-        places = self._places_in(memory)
+        self._lay_out(memory)
+        places = {name: self._place(name) for name in self._layout.specs}
         with _or_not_exact():
             self._replay(places, lambda name: places[name].copy_(self._source(name)))
 

@@ -24,35 +24,29 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from tiercheck import schema
 from tiercheck.errors import Corruption, UnsupportedSetup
-from tiercheck.format.checksums import BLOCK_NBYTES, BLOCKS, DIGEST_NBYTES, checksum_of_blocks, digests_of
-from tiercheck.format.container import (
-    PackedObject,
-    Shard,
-    ShardMetadata,
-    ShardWriter,
-    TensorSpec,
-    checksum_of,
-    header_room,
-    shard_nbytes,
-)
+from tiercheck.format.checksums import BLOCKS
+from tiercheck.format.container import PackedObject, Shard, ShardMetadata, ShardWriter, checksum_of
 from tiercheck.format.host_state import pack
 from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.format.index.message import INDEX, plain_index
 from tiercheck.format.references import REFERENCES, References, read_references, referred
+from tiercheck.kernels.reference.gathering import bytes_at
 from tiercheck.keys import ShardKey
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.reading import Reading, cloned
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradients.pieces import blocks_of, checksums_of, hash_all
+from tiercheck.streams.records.base_template import HOST, IDENTITY, OPTIMIZER, BaseTemplate
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
-from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, given, tensor_in
+from tiercheck.streams.tensors.as_bytes import DTYPES, absent_tensor, given, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
-from tiercheck.streams.tensors.writes import Watch
 
 __all__ = [
     "HOST",
@@ -66,8 +60,9 @@ __all__ = [
     "tensors_of",
 ]
 
-OPTIMIZER, HOST = "optimizer", "host"
-"""The objects that are not the same in each base of a job."""
+GATHERED_NBYTES_MAX = 1 << 20
+"""Up to so many bytes of a tensor are copied by their address: torch's own copy, which several threads may share, takes
+some microseconds more."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class PackedIndex:
 
     def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> PackedObject:
         """``shapes``: of the base's tensors. Errors: ``UnsupportedSetup`` if the index does not speak of these."""
-        held = {name: shape for name, shape in shapes.items() if name.startswith((MASTER, EXTRA))}
+        held = {name: tuple(shape) for name, shape in shapes.items() if name.startswith((MASTER, EXTRA))}
         if self._packed is None or held != self._shapes:
             try:
                 index = self._provider.index()
@@ -111,7 +106,7 @@ class PackedIndex:
     def of_now(self) -> PackedObject:
         """Of the provider's tensors as they are."""
         tensors, _ = tensors_of(self._provider)
-        return self.of_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return self.of_shapes({name: tensor.shape for name, tensor in tensors.items()})
 
 
 class BaseCapture:
@@ -128,7 +123,8 @@ class BaseCapture:
     the base are to have, by their names in it: :meth:`finish` compares them with the copy's. ``audited``: they are of
     everything.
     ``constants``: what the base may refer to; by default it is whole by itself. ``gate``: what copies from ``device``
-    wait for. ``threads``: that compute checksums.
+    wait for. ``threads``: that compute checksums. ``template``: what the last base of these was made by, which has been
+    finished or given up.
     """
 
     def __init__(
@@ -142,6 +138,7 @@ class BaseCapture:
         host_state: Mapping[str, Any] | None = None,
         expected: Mapping[str, str] | None = None,
         index: PackedIndex | None = None,
+        template: BaseTemplate | None = None,
         constants: Constants | None = None,
         audited: bool = False,
         device: Device | None = None,
@@ -165,30 +162,29 @@ class BaseCapture:
         tensors = {**split.inline, **later}
         self._on_device = frozenset(name for name, each in tensors.items() if device and device.holds(each))
         held = {
-            "identity": schema.plain(provider.identity()),
+            IDENTITY: schema.plain(provider.identity()),
             OPTIMIZER: optimizer_object(provider, values),
             HOST: provider.host_state() if host_state is None else host_state,
         }
-        self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
+        template = template or BaseTemplate()
+        self._layout = template.layout(tensors)
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
         self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
-            {name: tuple(tensor.shape) for name, tensor in everything.items()}
+            {name: tensor.shape for name, tensor in everything.items()}
         )
-        # Not by way of self: nothing is kept beyond the capture.
-        self._watch = Watch(lambda: {**later, **live}, device)
+        # Not by way of self: the template keeps it, and is not to keep the capture.
+        self._watch = template.watch(lambda: {**later, **live}, device)
         self.disturbed = False
         """Whether somebody wrote to the state before it was read: then the copy is of no one moment. It is final when
         :meth:`arrive` has returned."""
         self._expected = dict(expected or {})
         self.audited = audited
-        self._blocks = {name: spec.nbytes for name, spec in self._specs.items() if spec.nbytes > BLOCK_NBYTES}
-        """The tensors of several blocks, and their lengths."""
-        self._hashed: dict[str, memoryview] = {}
-        """What is hashed here, and not by the writer."""
         self.unexpected: tuple[str, ...] = ()
         """After :meth:`finish`: the masters, and what else by its name in the base, whose content is not the expected
         one."""
         self._writer: ShardWriter | None = None
+        self._memory = memoryview(b"")
+        """Of all tensors."""
         self._device = device
         self._threads = threads
         self._fills = False
@@ -204,23 +200,28 @@ class BaseCapture:
     @property
     def nbytes_max(self) -> int:
         """Bytes to reserve for the shard."""
-        of_blocks = {name: bytes(-(-nbytes // BLOCK_NBYTES) * DIGEST_NBYTES) for name, nbytes in self._blocks.items()}
-        objects = {name: len(each.data) for name, each in self._objects.items()} | {BLOCKS: len(pack(of_blocks))}
+        objects = {name: len(each.data) for name, each in self._objects.items()}
         references = self._references
         objects[REFERENCES] = 0 if references is None else len(pack(references.plain))
-        return shard_nbytes(self._specs.values(), objects)
+        return self._layout.nbytes_max(objects)
 
     def copy(self, memory: memoryview) -> None:
         """Copy the state into ``memory``. Blocking; call it once. What is on a device may still be on its way when this
         returns. The state may change from its return on, after :meth:`let_change`."""
         reading = self._reading
         self._fills = reading is not None and reading.reaches(memory)
-        places = self._places_in(memory)
+        self._lay_out(memory)
+        sources = {name: self._source(name) for name in self._layout.specs}
         if reading is not None:
-            reading.copy_all((places[name], self._source(name)) for name in places if name in self._on_device)
-        for name, place in places.items():
-            if name not in self._on_device:
-                place.copy_(self._source(name))
+            reading.copy_all((self._place(name), sources[name]) for name in sources if name in self._on_device)
+        held = np.frombuffer(self._memory, np.uint8)
+        for name, source in sources.items():
+            if name in self._on_device:
+                continue
+            if (into := held[self._layout.ranges[name]]).size <= GATHERED_NBYTES_MAX and lies_as_it_is(source):
+                into[:] = bytes_at(source.data_ptr(), into.size)
+            else:
+                self._place(name).copy_(source)
         if reading is None:
             self.disturbed = bool(self._watch.written())
         else:
@@ -252,17 +253,19 @@ class BaseCapture:
                 self._decided = True
                 self.disturbed = self.disturbed or bool(self._watch.counted())
 
-    def _places_in(self, memory: memoryview) -> dict[str, torch.Tensor]:
-        """Where each tensor is to be copied. Nobody may keep one of these beyond :meth:`finish`."""
-        writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
-        places: dict[str, torch.Tensor] = {}
-        for name, slot in writer.slots(self._specs.values()).items():
-            spec = self._specs[name]
-            places[name] = tensor_in(slot, spec.dtype, spec.shape, what=name)
-            if name in self._expected or name in self._blocks:
-                self._hashed[name] = slot
+    def _lay_out(self, memory: memoryview) -> None:
+        writer = ShardWriter(memory, self._layout.header_nbytes)
+        self._memory = writer.recurring(self._layout.tensors, "")
         self._writer = writer
-        return places
+
+    def _place(self, name: str) -> torch.Tensor:
+        """Where the tensor is to be copied. Nobody may keep this beyond :meth:`finish`."""
+        spec, place = self._layout.specs[name], self._layout.ranges[name]
+        kind = DTYPES[spec.dtype]
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=kind)
+        count = spec.nbytes // kind.itemsize
+        return torch.frombuffer(self._memory, dtype=kind, count=count, offset=place.start).view(spec.shape)
 
     def _source(self, name: str) -> torch.Tensor:
         """The tensor that is to be copied."""
@@ -278,10 +281,12 @@ class BaseCapture:
             self._writer.add_object(REFERENCES, references.plain)
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        digests = digests_of({name: self._hashed.pop(name) for name in self._blocks}, self._threads)
-        self._writer.add_object(BLOCKS, digests)
-        checksums = {name: checksum_of_blocks(each) for name, each in digests.items()}
-        checksums |= {name: checksum_of(slot) for name, slot in self._hashed.items()}
+        names, pieces = list(self._layout.specs), self._layout.pieces
+        digests = hash_all(pieces, self._memory, threads=self._threads)
+        self._writer.add_object(BLOCKS, {names[place]: each for place, each in blocks_of(pieces, digests).items()})
+        numbers = checksums_of(pieces, digests)
+        each_checksum = zip(names, numbers.tolist(), strict=True)
+        checksums = {name: f"{number:016x}" for name, number in each_checksum if name in self._expected}
         held = {name: checksum_of(self._objects[name].data) for name in self._expected.keys() & {OPTIMIZER, HOST}}
         if references is not None:
             held |= {name: each.checksum for name, each in references.tensors.items()}
@@ -292,10 +297,9 @@ class BaseCapture:
         )
         if self._fills:
             self._writer.fill()
-        nbytes = self._writer.finish(self._metadata, checksums=checksums, threads=self._threads)
-        self._hashed.clear()
+        nbytes = self._writer.finish(self._metadata, recurring=numbers)
         self._at_once = {}
-        self._writer = None  # the tier reuses the memory only when nobody has a view of it
+        self._memory, self._writer = memoryview(b""), None  # the tier reuses it only when nobody has a view of it
         return nbytes
 
     def arrived(self) -> None:
@@ -324,6 +328,12 @@ class BaseCapture:
             assert self._known is not None
             self._known.differs(differing)
             self.disturbed = True
+
+
+def lies_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in host memory at its address."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return plain and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def optimizer_object(provider: StateProvider, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes, tensors_of
+from tiercheck.streams.records.base_template import BaseTemplate
 from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider
@@ -101,6 +102,7 @@ class IterationStream(abc.ABC):
         """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
         self._index = PackedIndex(provider)
+        self._template = BaseTemplate()
         self._constants = Constants(provider, watched_on)
         self._frozen = Watch(provider.frozen, watched_on)
         self._masters = Watch(provider.masters, watched_on)
@@ -144,6 +146,7 @@ class IterationStream(abc.ABC):
             host_state=self.host_state(),
             expected={f"{MASTER}{name}": content for name, content in (self.contents or {}).items()},
             index=self._index,
+            template=self._template,
             constants=self._constants,
             device=self.device,
             gate=self.gate,

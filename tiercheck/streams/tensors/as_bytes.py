@@ -88,8 +88,8 @@ def absent_tensor(dtype: str, shape: Sequence[int], *, what: str) -> torch.Tenso
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor as a NumPy array, in the dtype in which NumPy can hold its patterns; its own memory where it
-    is contiguous and on the host, else a copy."""
-    host = tensor.detach().contiguous().cpu()
+    is contiguous and on the host, and no view that torch conjugates or negates lazily, else a copy."""
+    host = tensor.detach().contiguous().cpu().resolve_conj().resolve_neg()
     stand_in = STAND_INS.get(host.dtype)
     return host.numpy() if stand_in is None else host.view(stand_in).numpy()
 

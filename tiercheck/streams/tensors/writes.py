@@ -70,10 +70,17 @@ class Watch:
     """Remembers how the tensors that ``tensors`` returns are, and tells which of them were written to since.
 
     ``device``: where some of them may be. Of these the samples are compared later: whoever calls :meth:`written` takes
-    :meth:`comparisons`. Without it the host waits for them.
+    :meth:`comparisons`. Without it the host waits for them. ``earlier``: one of tensors of these names, shapes and
+    dtypes, in this order. If they lie where those lay, no samples need be chosen.
     """
 
-    def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], device: Device | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        device: Device | None = None,
+        *,
+        earlier: Watch | None = None,
+    ) -> None:
         self._tensors = tensors
         self._device = device
         self._unmoved: Unmoved | None = None
@@ -86,6 +93,9 @@ class Watch:
         self._samples: HostSamples | WaitingSamples | MixedSamples = HostSamples([])
         self._on_device: DeviceSamples | None = None
         self._comparisons: list[Comparison] = []
+        if earlier is not None:
+            self._live, self._addresses = earlier._live, earlier._addresses
+            self._samples, self._on_device = earlier._samples, earlier._on_device
         self.mark()
 
     def mark(self) -> None:
