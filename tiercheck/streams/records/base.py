@@ -88,25 +88,29 @@ class PackedIndex:
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._packed: PackedObject | None = None
 
-    def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> PackedObject:
-        """``shapes``: of the base's tensors. Errors: ``UnsupportedSetup`` if the index does not speak of these."""
-        held = {name: tuple(shape) for name, shape in shapes.items() if name.startswith((MASTER, EXTRA))}
-        if self._packed is None or held != self._shapes:
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> PackedObject:
+        """``tensors``: the base's. Errors: ``UnsupportedSetup`` if the index does not speak of these."""
+        held = {name: tensor for name, tensor in tensors.items() if name.startswith((MASTER, EXTRA))}
+        same = held.keys() == self._shapes.keys() and all(
+            tensor.shape == self._shapes[name] for name, tensor in held.items()
+        )
+        if self._packed is None or not same:
+            shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
             try:
                 index = self._provider.index()
-                index.check(held)
+                index.check(shapes)
             except ValueError as error:
                 raise UnsupportedSetup(
                     f"the index() of {type(self._provider).__name__} does not fit the tensors it speaks of: {error}"
                 ) from error
             packed = pack(plain_index(index), name="index")
-            self._shapes, self._packed = held, PackedObject(packed, checksum_of(packed))
+            self._shapes, self._packed = shapes, PackedObject(packed, checksum_of(packed))
         return self._packed
 
     def of_now(self) -> PackedObject:
         """Of the provider's tensors as they are."""
         tensors, _ = tensors_of(self._provider)
-        return self.of_shapes({name: tensor.shape for name, tensor in tensors.items()})
+        return self.of(tensors)
 
 
 class BaseCapture:
@@ -169,9 +173,7 @@ class BaseCapture:
         template = template or BaseTemplate()
         self._layout = template.layout(tensors)
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
-        self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
-            {name: tensor.shape for name, tensor in everything.items()}
-        )
+        self._objects[INDEX] = (index or PackedIndex(provider)).of(everything)
         # Not by way of self: the template keeps it, and is not to keep the capture.
         self._watch = template.watch(lambda: {**later, **live}, device)
         self.disturbed = False

@@ -78,12 +78,17 @@ class BaseTemplate:
 
     def layout(self, tensors: Mapping[str, torch.Tensor]) -> BaseLayout:
         """Errors: as of :meth:`BaseLayout.of`."""
-        names, dtypes = list(tensors), [each.dtype for each in tensors.values()]
-        shapes = [each.shape for each in tensors.values()]
-        if self._layout is None or (names, dtypes, shapes) != (self._names, self._dtypes, self._shapes):
+        # No list of the shapes: Python's garbage collector would look at each.
+        there = zip(tensors.values(), self._dtypes, self._shapes, strict=False)
+        same = list(tensors) == self._names and all(
+            each.dtype is dtype and each.shape == shape for each, dtype, shape in there
+        )
+        if self._layout is None or not same:
             self._layout = self._watch = None
             self._layout = BaseLayout.of(tensors)
-            self._names, self._dtypes, self._shapes = names, dtypes, shapes
+            self._names = list(tensors)
+            self._dtypes = [each.dtype for each in tensors.values()]
+            self._shapes = [each.shape for each in tensors.values()]
         return self._layout
 
     def watch(self, tensors: Callable[[], Mapping[str, torch.Tensor]], device: Device | None) -> Watch:
