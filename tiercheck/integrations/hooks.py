@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +30,7 @@ from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.stage import PipelineStage
 
-__all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached"]
+__all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached", "uncompiled"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ _attached = threading.local()
 _warnings: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 """Of optimizers whose checkpointer is closed, the hook that tells of the next step."""
 
+T = TypeVar("T")
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -53,8 +55,8 @@ class StepHooks:
         if (warning := _warnings.pop(optimizer, None)) is not None:
             warning.remove()
         self._optimizer = optimizer
-        self._before = optimizer.register_step_pre_hook(before)
-        self._after = optimizer.register_step_post_hook(after)
+        self._before = optimizer.register_step_pre_hook(uncompiled(before))
+        self._after = optimizer.register_step_post_hook(uncompiled(after))
         self._befores = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._afters = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
         self.stand_next_to_the_step()
@@ -65,9 +67,10 @@ class StepHooks:
         self._afters.move_to_end(self._after.id, last=False)
 
     def check(self) -> None:
-        """Called by ``before``. Errors: ``UnsupportedSetup`` if a hook was registered since, or the step is being
-        captured into a CUDA graph."""
+        """Called by ``before``. Errors: ``UnsupportedSetup`` if a hook was registered since, or the step is compiled or
+        being captured into a CUDA graph."""
         refuse_capture()
+        refuse_compiled()
         if next(reversed(self._befores)) != self._before.id:
             raise UnsupportedSetup(
                 "a step pre-hook was registered on the optimizer between the forward pass and the step, and what it "
@@ -89,6 +92,26 @@ class StepHooks:
             )
 
         handle = _warnings[self._optimizer] = self._optimizer.register_step_pre_hook(warn)
+
+
+def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
+    """The hook, into which ``torch.compile`` does not look: a graph breaks there. What a hook does is no part of the
+    model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes."""
+    outside: Callable[..., T] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return outside
+
+
+def refuse_compiled() -> None:
+    """Called in the optimizer's step. Errors: ``UnsupportedSetup`` if ``torch.compile`` has compiled what makes it, and
+    so the step's arithmetic, which a replay would not have: it calls the optimizer, or a kernel with its bits."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        raise UnsupportedSetup(
+            "optimizer.step() is called within what torch.compile compiles, so that its arithmetic is another than a "
+            "replay's: compile the model, or the loss, and call optimizer.step() outside of it"
+        )
 
 
 class Hooks(Protocol):

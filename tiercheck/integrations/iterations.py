@@ -65,6 +65,11 @@ class Iterations:
         self._begun = False
         """A forward pass of training was seen since the last step."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether a forward pass of training was seen since the last step."""
+        return self._begun
+
     def stepped(self, version: int) -> None:
         """The optimizer's step is done."""
         self._begun = False

@@ -31,7 +31,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.integrations.replicas import Alike
 from tiercheck.policy.policies import Policies
@@ -194,7 +194,7 @@ class _Hooks:
         self._visited: set[str] = set()
         self._skipped_steps = 0
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
-        self._forward_hook = provider.called.register_forward_pre_hook(self._before_forward)
+        self._forward_hook = provider.called.register_forward_pre_hook(uncompiled(self._before_forward))
         self._forget_batches = before_train_batch(engine, self._iteration_begins)
 
     def caveats(self) -> list[str]:

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scaler, refuse_forgotten_scheduler
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
@@ -166,10 +167,12 @@ class _Hooks:
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
-        self._forward_hooks = [
-            module.register_forward_pre_hook(self._before_forward, prepend=provider.gathers)
-            for module in called_modules(model)
-        ]
+        self._modules = frozenset(model.modules())
+        called = frozenset(called_modules(model))
+        self._forward_hooks = self._before_calls_of(called, self._before_forward)
+        self._part_hooks = self._before_calls_of(self._modules - called, self._before_part)
+        """A loop may call the model's parts, or a method of it that does. If it calls the model itself, they are
+        removed: each call of a module takes longer with a hook."""
 
     def caveats(self) -> list[str]:
         return [*self.provider.beside.caveats(), *self._order.caveats()]
@@ -193,8 +196,8 @@ class _Hooks:
     def remove(self) -> None:
         self._order.remove()
         self._step_hooks.remove()
-        for hook in self._forward_hooks:
-            hook.remove()
+        remove(self._forward_hooks)
+        remove(self._part_hooks)
         self.provider.beside.let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,16 +229,43 @@ class _Hooks:
                 self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)
 
+    def _before_calls_of(
+        self, modules: Iterable[torch.nn.Module], hook: Callable[[torch.nn.Module, tuple[Any, ...]], None]
+    ) -> list[RemovableHandle]:
+        outside = uncompiled(hook)
+        return [each.register_forward_pre_hook(outside, prepend=self.provider.gathers) for each in modules]
+
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if model not in self._modules:
+            return  # a copy, which has the hooks of what it was copied from
         self._step_hooks.stand_next_to_the_step()
         if self._iterations is not None and model.training:
+            if not self._iterations.begun:
+                remove(self._part_hooks)
             self._iterations.forward()
             self._parallel.forward()
+
+    def _before_part(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Of a model that was not called itself: else this hook is gone, or the iteration has begun."""
+        if self._iterations is None or not module.training or module not in self._modules:
+            return
+        if not self._iterations.begun:
+            self._step_hooks.stand_next_to_the_step()
+            self._iterations.forward()
+        self._parallel.forward()
+
+
+def remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules whose call begins a forward pass: the model, or, if it is a mere container, those in it."""
-    if hasattr(type(model), "forward") and type(model).forward is not torch.nn.Module.forward:
+    forward = vars(model).get(
+        "forward", getattr(type(model), "forward", None)
+    )  # torch.compile gives one to its wrapper
+    if forward is not None and forward is not torch.nn.Module.forward:
         yield model
     else:
         for child in model.children():

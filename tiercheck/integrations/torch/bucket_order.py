@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from tiercheck.integrations.hooks import uncompiled
 from tiercheck.integrations.torch.all_reduce import compressed_all_reduce
 
 __all__ = ["BucketOrder"]
@@ -133,11 +134,13 @@ class _Buckets:
 
     def _record(self) -> None:
         self.order = None
-        self._handles.append(self._ddp.register_forward_pre_hook(lambda module, args: self._coming.clear()))
+        self._handles.append(self._ddp.register_forward_pre_hook(uncompiled(lambda module, args: self._coming.clear())))
         parameters: Mapping[str, Any] = self._parameters()  # torch's method has no types
         count = len(parameters)
         for name, each in parameters.items():
-            self._handles.append(each.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name, count)))
+            self._handles.append(
+                each.register_post_accumulate_grad_hook(uncompiled(lambda _, name=name: self._came(name, count)))
+            )
 
     def _came(self, name: str, count: int) -> None:
         if not self._ddp.require_backward_grad_sync:
