@@ -37,6 +37,7 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UnsupportedSetup(
             f"{type(optimizer).__name__} has no step hooks, through which every step is seen: its __init__ must call "
-            "that of torch.optim.Optimizer"
+            "that of torch.optim.Optimizer (for a DeepSpeed engine, also one that Accelerate drives, use "
+            "tiercheck.integrations.deepspeed)"
         )
     return optimizer

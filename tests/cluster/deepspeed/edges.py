@@ -146,6 +146,27 @@ def half_accumulated() -> Iterable[str]:
     engine.destroy()
 
 
+def step_said_by_the_loop() -> Iterable[str]:
+    """Accelerate says where a step's last micro-batch is, and calls ``engine.step`` there alone: one a step is counted.
+    What resumes such a job has not said it yet."""
+    case = Case(2, True, accumulation=2)
+    engine = build(case, seed=1)
+    provider = DeepSpeedProvider(engine)
+    for last in (False, True):
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(engine(torch.zeros(2, LENGTH, dtype=torch.long), torch.ones(1)))
+    engine.step()
+    host = provider.host_state()
+    if host["counters"]["micro_steps"] != 1:
+        yield f"the counters are {host['counters']}"
+    engine.destroy()
+    engine = build(case, seed=1)
+    provider = DeepSpeedProvider(engine)
+    provider.restore_host_state(host)
+    yield from differences("counters", host["counters"], provider.host_state()["counters"])
+    engine.destroy()
+
+
 def scheduler_moved_by_others() -> Iterable[str]:
     engine = build(Case(2, False), seed=1)
     provider = DeepSpeedProvider(engine)
@@ -355,6 +376,7 @@ EDGES: dict[str, Callable[[], Iterable[str]]] = {
     "skipped-zero0-fp16": lambda: skipped_iterations(Case(0, False, fp16=True)),
     "kit-zero1-bf16": certified(Case(1, True, clipping=0.3)),
     "half-accumulated": half_accumulated,
+    "step-said-by-the-loop": step_said_by_the_loop,
     "scheduler-moved-by-others": scheduler_moved_by_others,
     "base-of-version-zero": base_of_version_zero,
     "another-model": another_model,

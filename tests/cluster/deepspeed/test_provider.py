@@ -49,6 +49,7 @@ EDGES = (
     "skipped-in-a-pipeline",
     "kit-zero1-bf16",
     "half-accumulated",
+    "step-said-by-the-loop",
     "scheduler-moved-by-others",
     "base-of-version-zero",
     "another-model",

@@ -80,6 +80,8 @@ class DeepSpeedProvider:
         self._between = False
         self._scheduler = EngineScheduler(engine)
         self.after_loss = AfterLoss()
+        self._restored_micro_steps = -1
+        """How many micro-batches there were as of the version restored."""
         self._at_step: dict[str, Any] | None = None
         """The engine's host state as of the last step with its tail, if the version is not published otherwise."""
         _refuse_odd_tensors(self._layout)
@@ -314,6 +316,7 @@ class DeepSpeedProvider:
         self._scheduler.restore(state["scheduler"], self._layout.groups())
         for name in _COUNTERS:
             setattr(engine, name, state["counters"][name])
+        self._restored_micro_steps = engine.micro_steps
         for name, value in state["loss_scale"].items():
             setattr(self._scaler(), name, value)
         if state["sampler_epoch"] is not None and hasattr(self._sampler(), "set_epoch"):
@@ -426,6 +429,8 @@ class DeepSpeedProvider:
         engine = self._engine
         if isinstance(engine, PipelineEngine) or engine._is_gradient_accumulation_boundary is not None:
             return
+        if engine.micro_steps == self._restored_micro_steps:
+            return  # a loop that says where a step's last micro-batch is, as Accelerate does, counts fewer of them
         if engine.managed_gradient_accumulation():
             pending = engine.micro_steps % engine.gradient_accumulation_steps()
         else:

@@ -58,7 +58,14 @@ class DataParallel:
         )
 
     def forward(self) -> None:
-        """A forward pass of training begins."""
+        """A forward pass of training begins. Errors: ``UnsupportedSetup`` if DDP runs it, and was not attached."""
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None and all(each is not around for each in self._wrapped):
+            raise UnsupportedSetup(
+                "the model that was attached is called by a DistributedDataParallel around it, so that neither the "
+                "order in which DDP sums gradients nor what ranks hold alike is known: attach the "
+                "DistributedDataParallel (Hugging Face's Trainer has it as model_wrapped)"
+            )
         if torch.is_grad_enabled():
             self._summed = all(each.require_backward_grad_sync for each in self._wrapped)
 

@@ -258,4 +258,14 @@ def draws_batches(value: Any) -> bool:
 
 
 def _states(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: to_storable(each.state_dict(), name) for name, each in held.items()}
+    return {name: to_storable(_state_of(each, name), name) for name, each in held.items()}
+
+
+def _state_of(held: Any, name: str) -> Any:
+    """Errors: ``UnsupportedSetup`` if it cannot say it: some objects have the method, and not always a state."""
+    try:
+        return held.state_dict()
+    except (AttributeError, NotImplementedError) as error:
+        raise UnsupportedSetup(
+            f"{name} ({type(held).__name__}) cannot be saved: its state_dict() raised {type(error).__name__}: {error}"
+        ) from error

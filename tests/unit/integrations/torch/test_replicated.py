@@ -108,3 +108,18 @@ def test_a_hook_that_is_registered_later_is_refused_at_the_step() -> None:
     model.inner.register_comm_hook(None, powerSGD_hook.powerSGD_hook)
     with pytest.raises(UnsupportedSetup, match="powerSGD_hook"):
         parallel.check_step()
+
+
+def test_a_model_that_ddp_runs_around_it_is_refused_at_its_forward_pass() -> None:
+    """Its order of summation and what ranks hold alike are the wrapper's."""
+    inner = torch.nn.Linear(2, 2)
+    wrapper = DistributedDataParallel(inner)
+    looks = DataParallel(inner)
+    looks.forward()
+    hook = inner.register_forward_pre_hook(lambda module, args: looks.forward())
+    with pytest.raises(UnsupportedSetup, match="attach the DistributedDataParallel"):
+        wrapper(torch.ones(1, 2))
+    hook.remove()
+    within = DataParallel(wrapper)
+    inner.register_forward_pre_hook(lambda module, args: within.forward())
+    wrapper(torch.ones(1, 2))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.training import Training, memory
-from tiercheck.errors import Mismatch
+from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.streams.tensors.beside import Beside
 from tiercheck.types import Fidelity
 
 
@@ -54,3 +55,20 @@ def test_what_is_no_longer_attached_is_not_lost_in_silence() -> None:
         Training().attach(hierarchy, stateful={"ema": Counter()})
     with pytest.raises(Mismatch, match=r"state of ema, sampler, which this job does not attach.*\(attached: none\)"):
         Training().attach(hierarchy)
+
+
+class WithoutState:
+    """As Accelerate's loader: what it asks for its state may have none."""
+
+    def state_dict(self) -> dict[str, object]:
+        raise AttributeError("'DataLoader' object has no attribute 'dl_state_dict'")
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise AssertionError
+
+
+def test_an_object_that_cannot_say_its_state_is_named() -> None:
+    with pytest.raises(
+        UnsupportedSetup, match=r"^loader \(WithoutState\) cannot be saved: its state_dict\(\) raised Attr"
+    ):
+        Beside(stateful={"loader": WithoutState()}).host_state()
