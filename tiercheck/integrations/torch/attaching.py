@@ -262,9 +262,8 @@ def remove(hooks: list[RemovableHandle]) -> None:
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules whose call begins a forward pass: the model, or, if it is a mere container, those in it."""
-    forward = vars(model).get(
-        "forward", getattr(type(model), "forward", None)
-    )  # torch.compile gives one to its wrapper
+    # torch.compile gives its wrapper one of its own.
+    forward = vars(model).get("forward", getattr(type(model), "forward", None))
     if forward is not None and forward is not torch.nn.Module.forward:
         yield model
     else:
