@@ -91,7 +91,7 @@ class StepHooks:
                 "close it after the last step, or attach again"
             )
 
-        handle = _warnings[self._optimizer] = self._optimizer.register_step_pre_hook(warn)
+        handle = _warnings[self._optimizer] = self._optimizer.register_step_pre_hook(uncompiled(warn))
 
 
 def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:

@@ -342,6 +342,25 @@ def test_threads_find_the_same_checksums(threads, known):
     parse(memory[: writer.finish(METADATA, checksums=checksums, threads=threads)]).verify()
 
 
+def test_tensors_that_recur_may_be_stored_as_another_dtype():
+    """In each version's shard the header names the logical dtype by the version's name."""
+    entries = [entry("0/phase", np.array([1 + 2j, 3j]), "C128"), entry("0/real", np.arange(3.0), "F64")]
+    recurring = Recurring([item.spec for item in entries], 1)
+    for stamp in "123":
+        memory = memoryview(bytearray(4096))
+        writer = ShardWriter(memory, 2048)
+        place = writer.recurring(recurring, stamp)
+        for item, start, stop in zip(entries, recurring.starts, recurring.stops, strict=True):
+            place[start:stop] = item.data
+        checksums = [int(checksum_of(item.data), 16) for item in entries]
+        shard = parse(memory[: writer.finish(METADATA, recurring=checksums)])
+        shard.verify()
+        assert [(each.name, each.dtype, each.shape) for each in shard.specs] == [
+            (f"{stamp}/phase", "C128", (2,)),
+            (f"{stamp}/real", "F64", (3,)),
+        ]
+
+
 def test_a_finished_shard_takes_nothing_more():
     memory = memoryview(bytearray(4096))
     writer = ShardWriter(memory, 1024)

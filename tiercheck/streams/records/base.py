@@ -42,10 +42,10 @@ from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.reading import Reading, cloned
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.gradients.pieces import blocks_of, checksums_of, hash_all
+from tiercheck.streams.gradients.pieces import checksums_of, hash_all
 from tiercheck.streams.records.base_template import HOST, IDENTITY, OPTIMIZER, BaseTemplate
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
-from tiercheck.streams.tensors.as_bytes import DTYPES, absent_tensor, given, tensor_in
+from tiercheck.streams.tensors.as_bytes import absent_tensor, given, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 
 __all__ = [
@@ -262,12 +262,8 @@ class BaseCapture:
 
     def _place(self, name: str) -> torch.Tensor:
         """Where the tensor is to be copied. Nobody may keep this beyond :meth:`finish`."""
-        spec, place = self._layout.specs[name], self._layout.ranges[name]
-        kind = DTYPES[spec.dtype]
-        if not spec.nbytes:
-            return torch.empty(spec.shape, dtype=kind)
-        count = spec.nbytes // kind.itemsize
-        return torch.frombuffer(self._memory, dtype=kind, count=count, offset=place.start).view(spec.shape)
+        spec = self._layout.specs[name]
+        return tensor_in(self._memory[self._layout.ranges[name]], spec.dtype, spec.shape, what=name)
 
     def _source(self, name: str) -> torch.Tensor:
         """The tensor that is to be copied."""
@@ -283,11 +279,10 @@ class BaseCapture:
             self._writer.add_object(REFERENCES, references.plain)
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        names, pieces = list(self._layout.specs), self._layout.pieces
-        digests = hash_all(pieces, self._memory, threads=self._threads)
-        self._writer.add_object(BLOCKS, {names[place]: each for place, each in blocks_of(pieces, digests).items()})
-        numbers = checksums_of(pieces, digests)
-        each_checksum = zip(names, numbers.tolist(), strict=True)
+        digests = hash_all(self._layout.pieces, self._memory, threads=self._threads)
+        self._writer.add_object(BLOCKS, self._layout.blocks(digests))
+        numbers = checksums_of(self._layout.pieces, digests)
+        each_checksum = zip(self._layout.specs, numbers.tolist(), strict=True)
         checksums = {name: f"{number:016x}" for name, number in each_checksum if name in self._expected}
         held = {name: checksum_of(self._objects[name].data) for name in self._expected.keys() & {OPTIMIZER, HOST}}
         if references is not None:

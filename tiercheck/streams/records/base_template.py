@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tiercheck.format.checksums import BLOCKS, DIGEST_NBYTES
+from tiercheck.format.checksums import BLOCKS
 from tiercheck.format.container import Recurring, TensorSpec, header_room
 from tiercheck.format.header import round_up
 from tiercheck.format.host_state import pack
 from tiercheck.format.index.message import INDEX
 from tiercheck.format.references import REFERENCES
 from tiercheck.streams.device.protocol import Device
-from tiercheck.streams.gradients.pieces import Piece, as_they_are, pieces_of
+from tiercheck.streams.gradients.pieces import Piece, as_they_are, blocks_of, pieces_of
 from tiercheck.streams.tensors.as_bytes import dtype_name
 from tiercheck.streams.tensors.writes import Watch
 
@@ -42,8 +44,6 @@ class BaseLayout:
     pieces: tuple[Piece, ...]
     """Of that, for hashing."""
     header_nbytes: int
-    blocks_nbytes: int
-    """The length of the object ``blocks``."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> BaseLayout:
@@ -52,18 +52,18 @@ class BaseLayout:
         recurring = Recurring(specs.values())
         pieces = tuple(pieces_of(recurring, as_they_are(specs.values())))
         ranges = dict(zip(specs, map(slice, recurring.starts, recurring.stops), strict=True))
-        names = list(specs)
-        of_blocks: dict[str, bytes] = {}
-        for piece in pieces:
-            if piece.offset:
-                name = names[piece.places.start]
-                of_blocks[name] = of_blocks.get(name, bytes(DIGEST_NBYTES)) + bytes(DIGEST_NBYTES)
-        return cls(specs, ranges, recurring, pieces, header_room(specs.values(), OBJECTS), len(pack(of_blocks)))
+        return cls(specs, ranges, recurring, pieces, header_room(specs.values(), OBJECTS))
 
     def nbytes_max(self, objects: Mapping[str, int]) -> int:
         """Bytes to reserve for the shard. ``objects``: the bytes of each, but for the ``blocks``."""
-        sizes = (*objects.values(), self.blocks_nbytes, self.tensors.nbytes)
+        digests = np.zeros(self.pieces[-1].digests.stop if self.pieces else 0, np.uint64)
+        sizes = (*objects.values(), len(pack(self.blocks(digests))), self.tensors.nbytes)
         return self.header_nbytes + sum(map(round_up, sizes))
+
+    def blocks(self, digests: NDArray[np.uint64]) -> dict[str, bytes]:
+        """The object ``blocks``. ``digests``: of the pieces."""
+        names = list(self.specs)
+        return {names[place]: each for place, each in blocks_of(self.pieces, digests).items()}
 
 
 class BaseTemplate:
