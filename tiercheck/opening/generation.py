@@ -57,7 +57,9 @@ async def open_on_all_ranks(
 
         async def open_it(branch: Branch = branch) -> Any:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
-            opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
+            opening = open_generation(
+                tiers, branch, past=past, stores=restored.past.stores, may_wait=restored.in_memory, retry_s=retry_s
+            )
             return schema.plain(await ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:

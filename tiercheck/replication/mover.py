@@ -290,7 +290,7 @@ class Mover:
 
     async def _record(self, tier: OpenTier, branch: Branch) -> None:
         """Before that nothing is done in the tier."""
-        await record_generation(tier, branch, self._lineage, self._observer.rank)
+        await record_generation(tier, branch, self._lineage, self._observer.rank, self._hierarchy.first)
         self._unrecorded.discard(tier.index)
 
     def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:

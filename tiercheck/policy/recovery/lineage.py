@@ -83,7 +83,8 @@ class LineageRecord(Branch):
     past_made: tuple[tuple[Generation, tuple[Text, ...]], ...] = field(default=(), compare=False)
     """The number, and :attr:`made`, of those of them that have it."""
     stores: tuple[Text, ...] = field(default=(), compare=False)
-    """In a tier that not all ranks share: the URLs of the tiers that they do share, and that had this record before."""
+    """In a tier that not all ranks share: the URLs of the tiers that they do share, and that had this record before, or
+    one of an older generation and were away when this one opened."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

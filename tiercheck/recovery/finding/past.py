@@ -124,6 +124,11 @@ class Past:
         return Lineage.of(told if told and told[-1].generation == generation else ())
 
     @property
+    def stores(self) -> frozenset[str]:
+        """URLs of tiers that all ranks share, of which some node's memory says that the job has saved there."""
+        return frozenset(url for each in self._different for url in each.stores)
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """The generations that earlier requests have left behind, as far as anything of them may be left."""
         kept = self.lineage.kept

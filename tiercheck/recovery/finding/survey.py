@@ -73,8 +73,7 @@ class Survey:
     away: tuple[tuple[int, str], ...] = ()
     """Tiers that could not be listed, and why."""
     stores: frozenset[str] = frozenset()
-    """URLs of tiers that all ranks share, of which another tier says that the newest generation it knows of was
-    recorded there."""
+    """URLs of tiers that all ranks share, of which another tier says that a generation was recorded there."""
     nbytes: Mapping[Copy, int] = field(default_factory=dict, compare=False)
     """Of each of ``sources``."""
 

@@ -72,6 +72,8 @@ class Told:
     """Why it cannot use such copies, and which: the first ones."""
     other_nodes: tuple[Span, ...] = ()
     """The generations of its shards in the memory of other nodes."""
+    stores: tuple[str, ...] = ()
+    """As of :class:`~tiercheck.recovery.finding.survey.Survey`."""
 
     @classmethod
     def of(
@@ -124,6 +126,7 @@ class Told:
                 for source, why in sorted(whole.items())[:named_max]
             ),
             other_nodes=spans_of(found),
+            stores=tuple(sorted(survey.stores)),
         )
 
 

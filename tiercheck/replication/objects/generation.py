@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tiercheck import keys
-from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
+from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Transient, Unsupported
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey, captured_prefix
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
@@ -68,22 +68,24 @@ async def open_generation(
     branch: Branch,
     *,
     past: Collection[Branch] = (),
+    stores: Collection[str] = (),
     may_wait: bool = False,
     retry_s: float = 0.0,
 ) -> Opening:
     """Record the generation in each of this rank's tiers, with what is worth telling of its ``past``.
 
-    Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
+    Every rank does so, and in a shared tier all write the same record. ``stores``: URLs of shared tiers that have a
+    record of an older one, so that this is still known if they are away. ``may_wait``: a tier behind the first one that
     fails is left for later. Any other one is asked again for ``retry_s`` if its error may pass. Errors:
     ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
     """
     later: dict[str, str] = {}
-    stores: list[str] = []
+    recorded: list[str] = []
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own. And those tell of the
     # shared ones, so that an empty one is told from one that has nothing yet.
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
         waits = may_wait and tier is not hierarchy.first
-        record = LineageRecord.of(branch, past, () if tier.role.shared else stores)
+        record = LineageRecord.of(branch, past, () if tier.role.shared else recorded)
         try:
             await _record_within(tier, record, 0.0 if waits else retry_s)
         except (Corruption, Unsupported) as error:
@@ -93,16 +95,19 @@ async def open_generation(
             if not waits:
                 raise
             later[tier.name] = str(error)
+            recorded += [tier.driver.url] if tier.driver.url in stores else []
         else:
-            stores += [tier.driver.url] if tier.role.shared else []
+            recorded += [tier.driver.url] if tier.role.shared else []
     return Opening(later)
 
 
-async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
-    """Have the generation recorded in a tier before anything else is put there. Idempotent.
+async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int, first: OpenTier) -> None:
+    """Have the generation recorded in a tier before anything else is put there. Idempotent. ``first``: the rank's
+    first tier, which has the record.
 
     A damaged record of it is replaced. Errors: ``JobConflict`` if another job has opened this number, or has gone on
-    there from an older version than ``lineage`` did, and has captured something of this ``rank``; ``TierError``.
+    there from an older version than ``lineage`` did, and has captured something of this ``rank``; ``Transient`` if
+    the tier had records before and has none; ``TierError``.
     """
     key = LineageKey(branch.generation)
     record = LineageRecord.of(branch, lineage.branches.values())
@@ -119,14 +124,29 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, ra
             mode = PutMode.UPDATE((await tier.driver.stat(str(key))).etag)
         await tier.driver.put(str(key), [seal(key, record)], mode=mode)
         return
-    await _check_strangers(tier, branch, lineage, rank)
+    if tier.role.shared:
+        listed = await listed_lineage(tier)
+        if not listed:
+            await _check_emptied(tier, key, first)
+        await _check_strangers(tier, listed, branch, lineage, rank)
     await _put_record(tier, record)
 
 
-async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
-    if not tier.role.shared:
-        return
-    listed = await listed_lineage(tier)
+async def _check_emptied(tier: OpenTier, key: LineageKey, first: OpenTier) -> None:
+    """The tier was away when the generation opened. Now it answers, and holds no lineage record."""
+    with suppress(NotFound, Corruption):
+        record = await read_lineage(first, key)
+        if tier.driver.url in record.stores:
+            raise Transient(
+                "it holds nothing of this job, though this node's memory says that the job has saved there: it is not "
+                "mounted, or was emptied. Mount it",
+                tier=tier.driver.url,
+            )
+
+
+async def _check_strangers(
+    tier: OpenTier, listed: Mapping[LineageKey, int], branch: Branch, lineage: Lineage, rank: int
+) -> None:
     told, _ = await read_branches(tier, listed)
     if any(each.token != lineage.branches.get(each.generation, each).token for each in told):
         raise _conflict(tier, branch)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.training import Training, life, memory
-from tiercheck.errors import RecoveryError
+from tiercheck.errors import RecoveryError, SaveError
 from tiercheck.hierarchy import Hierarchy
 
 REFUSED = r"tier nvme holds nothing of this job, though this node's memory says .* is not mounted, or was emptied"
@@ -70,6 +71,31 @@ def test_a_store_that_was_away_from_the_first_start_on_is_new_to_the_job(tmp_pat
     (tmp_path / "store").unlink()
     trained(tiers, 4, 5)
     assert contents(tmp_path / "store")
+
+
+def test_a_store_that_was_away_and_is_empty_then_is_refused(tmp_path: Path) -> None:
+    """Also while the job runs, and at the start after the one for which it was away."""
+    store, first = tmp_path / "store", memory()
+    tiers = Hierarchy.of(first, f"nvme://{store}?survives=rack")
+    before = trained(tiers, 1, 6)
+    store.rename(tmp_path / "away")
+    store.write_bytes(b"in the way")
+    training = Training()
+    checkpointer = training.attach(tiers, base_every=4, deadline_s=4.0)
+    assert training.parameters() == before.states[6]
+    store.unlink()
+    for version in (7, 8):
+        training.step(version)
+    with pytest.raises(SaveError, match="it holds nothing of this job, though this node's memory says"):
+        checkpointer.flush()
+    checkpointer.abort()
+    assert contents(store) == {}
+    with pytest.raises(RecoveryError, match=REFUSED):
+        Training().attach(tiers)
+    shutil.rmtree(store)
+    (tmp_path / "away").rename(store)
+    after = trained(tiers, 9, 10)
+    assert after.states[8] == training.parameters()
 
 
 def test_a_job_whose_memory_is_gone_knows_of_no_store(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ async def test_generations_that_opened_while_a_tier_was_away_are_recorded_there_
     async with Hierarchy.of(f"memory://{uuid.uuid4().hex}").open() as hierarchy:
         await open_generation(hierarchy, first)
         if later:
-            await record_generation(hierarchy.first, newest, Lineage.of([first, away, newest]), 0)
+            await record_generation(hierarchy.first, newest, Lineage.of([first, away, newest]), 0, hierarchy.first)
         else:
             await open_generation(hierarchy, newest, past=[first, away])
         assert (await read_branches(hierarchy.first))[0] == [first, away, newest]
