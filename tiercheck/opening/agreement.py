@@ -13,8 +13,8 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed, needs_agreement
-from tiercheck.policy.recovery.opening import Reach, anew, superseded_at_opening
-from tiercheck.policy.recovery.spans import Span
+from tiercheck.policy.recovery.opening import Reach, anew, only_there, superseded_at_opening
+from tiercheck.policy.recovery.spans import Span, spans_text
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restored import Restored
 from tiercheck.replication.mover import MoverHandle
@@ -57,6 +57,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     absent = {tier for tier, _ in past.told[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
     unsure = past.unsure
+    deleted: set[Copy] = set()
 
     def is_own(source: Copy) -> bool:
         return source.key.rank == ranks.rank
@@ -72,6 +73,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
             gone = superseded_at_opening(held, ranks.rank, roles, lineage, versions, sound, owned, refers_to)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])
+                deleted.update(source for source in gone if is_own(source) and source in sound)
                 log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))
         except TierError as error:
             log.warning("what is superseded is not deleted from tier %s yet: %s", tier.name, error)
@@ -88,6 +90,13 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
 
     # Nobody captures anything before all have: the ranks of a node share its memory.
     await ranks.gather("deleting what is superseded", clear_in_time)
+    if lost := only_there(deleted, sound, roles, lineage):
+        unasked = ", ".join(tier.name for tier in hierarchy.tiers if tier.role.shared and tier.index in absent)
+        if unasked:
+            told = f"no start can go back to them, unless {unasked}, which could not be asked, has them"
+            log.warning("versions %s are deleted from memory: %s", spans_text(lost), told)
+        else:
+            log.info("versions %s are deleted from memory, and no other tier has them", spans_text(lost))
     return known.mark
 
 

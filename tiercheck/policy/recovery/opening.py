@@ -20,7 +20,7 @@ from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import Span, both, spans_of
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS
 
-__all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
+__all__ = ["Anew", "Reach", "anew", "only_there", "superseded_at_opening"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,22 @@ def superseded_at_opening(
         leading |= {source for source in here if source.key in referred}
         gone += [source for source in here if source in useless or source not in leading]
     return sorted(source for source in gone if source.tier in inside)
+
+
+def only_there(
+    gone: Collection[Copy], sound: Collection[Copy], roles: Sequence[Role], lineage: Lineage
+) -> tuple[Span, ...]:
+    """The versions of the job's own past that a rank's ``gone`` copies held, and no other sound copy does: a user who
+    asks for one of them does not get it any more. Without a shared tier nobody can count on having them."""
+    if not any(role.shared for role in roles):
+        return ()
+
+    def of(copies: Iterable[Copy]) -> set[tuple[int, int]]:
+        keys = {source.key for source in copies if source.key.stream in (Stream.BASE, Stream.DIFFERENTIAL)}
+        return {(key.generation, version) for key in keys for version in range(key.first, key.last + 1)}
+
+    lost = of(gone) - of(set(sound).difference(gone))
+    return spans_of(version for generation, version in lost if lineage.admits(generation, version))
 
 
 def _keys(held: Iterable[Copy], tiers: Collection[int]) -> list[ShardKey]:

@@ -98,6 +98,25 @@ def test_a_store_that_was_away_and_is_empty_then_is_refused(tmp_path: Path) -> N
     assert after.states[8] == training.parameters()
 
 
+def test_a_start_without_the_store_names_the_versions_that_memory_loses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, first = tmp_path / "store", memory()
+    tiers = Hierarchy.of(first, f"nvme://{store}?survives=rack")
+    trained(tiers, 1, 2)
+    store.rename(tmp_path / "away")
+    store.write_bytes(b"in the way")
+    training = Training()
+    checkpointer = training.attach(tiers, base_every=4, deadline_s=4.0)
+    for version in range(3, 8):
+        training.step(version)
+    checkpointer.abort()
+    assert "are deleted from memory" not in caplog.text
+    Training().attach(tiers, deadline_s=4.0).abort()
+    told = "are deleted from memory: no start can go back to them, unless nvme, which could not be asked, has them"
+    assert f"versions 0..3 {told}" in caplog.text
+
+
 def test_a_job_whose_memory_is_gone_knows_of_no_store(tmp_path: Path) -> None:
     """Nothing tells: that is what mount= is for."""
     tiers = Hierarchy.of(memory(), f"nvme://{tmp_path}/store?survives=rack")
