@@ -121,13 +121,31 @@ class Bases:
         the first tier before it was copied on, or is missing there, and no base since replaces it."""
         if self._modes.base.state in DUE:
             return True
-        if self.differs():
+        if self.not_folded():
             return True
         if not self._has_lost():
             return False
         after = self._mover.status.base_needed_after
         log.error("what later versions need was lost or damaged after version %d: a base is made", after)
         return True
+
+    def not_folded(self) -> bool:
+        """Whether a base that was left to the mover is missing: its fold differed from what training had, or the mover
+        has not taken it over after all. No base was captured since."""
+        if self._differs():
+            return True
+        status = self._mover.status
+        done = self.left <= max(self._begun, status.folds_to, status.newest_base)
+        if done or status.prepares_folding or not (obstacle := status.not_folded):
+            return False
+        log.log(self._level(obstacle), "base %d is captured late, and not folded: %s", self.left, obstacle)
+        return True
+
+    def _level(self, obstacle: str) -> int:
+        """For the log. What is ready soon is told at each start, by one rank."""
+        if obstacle == PREPARING and self._rank != 0:
+            return logging.DEBUG
+        return logging.INFO if self._config.bases == "auto" else logging.WARNING
 
     def _has_lost(self) -> bool:
         """Whether something was lost, and no base has begun since that makes up for it."""
@@ -142,7 +160,7 @@ class Bases:
         self._audited = version
         return True
 
-    def differs(self) -> bool:
+    def _differs(self) -> bool:
         """Whether a fold differed from what training had, and no base was captured since."""
         status = self._mover.status
         if status.differing_version is None or status.differing_version <= self._begun:
@@ -158,9 +176,12 @@ class Bases:
         if self._stream.constants_unsettled:  # a fold makes none
             return False
         due = (*self._left, version)[-DUE_MAX:]
-        await self._wait_for_room(version, due)  # the mover looks anew, and finds what to fold, or what is in the way
+        if taken := self._will_be_taken():
+            self._scheduler.start(_leave(self._mover, due))
+        else:
+            await self._wait_for_room(version, due)  # the mover looks anew, and finds what to fold, or an obstacle
         status = self._mover.status
-        if status.folds_to == version:
+        if taken or status.folds_to == version:
             self._left, self.left = due, version
             self._unaudited = 0 if self._audited == version else self._unaudited + 1
             self._saves.note_not_folded("")
@@ -171,10 +192,7 @@ class Bases:
         elif not obstacle:
             obstacle = "the node's agent is of a release that does not fold"
         if obstacle != self._saves.stats.not_folded:
-            level = logging.INFO if self._config.bases == "auto" else logging.WARNING
-            if obstacle == PREPARING and self._rank != 0:
-                level = logging.DEBUG  # at each start, of each rank
-            log.log(level, "base %d is captured, and not folded: %s", version, obstacle)
+            log.log(self._level(obstacle), "base %d is captured, and not folded: %s", version, obstacle)
         self._saves.note_not_folded(obstacle)
         return False
 
@@ -190,7 +208,8 @@ class Bases:
         ``TierError``."""
         await self.finish()
         if not opening:
-            await self._wait_for_room(version)
+            if self._folds or not self._has_room():
+                await self._wait_for_room(version)
             if self._has_lost():
                 self._stream.give_up_constants()  # they may be among what was lost
         began = self._scheduler.time()
@@ -286,6 +305,18 @@ class Bases:
         """Wait until a running copy ends. Idempotent."""
         await self._copier.close()
 
+    def _has_room(self) -> bool:
+        """Whether the mover need not be asked for room: it has found some, and nothing has taken that since. Apart from
+        what is folded, only this rank's bases do, and the mover had seen the newest one."""
+        status = self._mover.status
+        return self._mover.conflict is None and status.has_room and status.newest_base >= max(self._begun, self.left)
+
+    def _will_be_taken(self) -> bool:
+        """Whether the mover need not be asked either if it folds: it does, and what was left to it is done."""
+        status = self._mover.status
+        ready = status.folds and not status.unfolded_bases and status.folds_to == self.left
+        return ready and self._has_room()
+
     async def _wait_for_room(self, version: int, due: Sequence[int] = ()) -> None:
         """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
         training goes on (``on_save_error``), training must not wait for the deadline at every iteration. ``due``:
@@ -320,3 +351,8 @@ class Bases:
             self._modes.chain.on(ChainEvent.BASE)
         self._saves.count(bases=1, captured_bytes=result.nbytes + result.constants_nbytes)
         return True
+
+
+async def _leave(mover: MoverHandle, due: Sequence[int]) -> None:
+    """Movers are spoken to on the event loop."""
+    mover.leave(due)

@@ -296,7 +296,7 @@ class Recorder:
                 await self._bases.begin(self.version)
         await self._bases.finish()
         await self._drain()
-        if self._bases.differs() and self.trained == self.version:  # else the end of the iteration captures it
+        if self._bases.not_folded() and self.trained == self.version:  # else the end of the iteration captures it
             with self._saves.saving(self.version):
                 await self._bases.begin(self.version)
                 await self._bases.finish()

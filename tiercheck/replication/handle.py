@@ -57,6 +57,8 @@ class MoverStatus:
     """What differed there, by the names in the base."""
     has_room: bool = True
     """The first tier may take another base."""
+    newest_base: int = -1
+    """The newest base of this rank's that was in the first tier when that was found."""
     reach: tuple[Span, ...] = ()
     """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
     base_needed_after: int | None = None
@@ -104,6 +106,11 @@ class MoverHandle(Protocol):
     def nudge(self, *, hurry_s: float = 0.0) -> None:
         """Something changed: look soon. ``hurry_s``: somebody waits for the tiers, so that for so many seconds no pace
         need hold a copy back; :data:`HURRY_S_MAX` at most."""
+        ...
+
+    def leave(self, due: Sequence[int]) -> None:
+        """Leave the bases of these versions to the mover, as :meth:`room_for_base` does, without waiting for what it
+        says to that."""
         ...
 
     async def run(self) -> None: ...

@@ -30,7 +30,7 @@ from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.first_tier import awaits_base, held_up_by
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
-from tiercheck.policy.placement import Placement
+from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.policies import PacingPolicy, Unpaced
 from tiercheck.policy.recovery.agreement import needs_agreement, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
@@ -386,6 +386,10 @@ class Mover:
 
         folding = [] if self._folding is None else [self._hierarchy.first]
         await self._until(room, deadline_s, what, [*folding, durable])
+        self.leave(due)
+
+    def leave(self, due: Sequence[int]) -> None:
+        """As of :class:`MoverHandle`."""
         if self._folding is not None and due:
             self._folding.take(due, self._observer.seen())
             self._note()
@@ -479,6 +483,7 @@ class Mover:
                 "reached_versions": self._placement.reached(seen),
                 "undrained_bases": undrained,
                 "has_room": has_room,
+                "newest_base": max((base.last for base in own_bases(seen, seen.contents[0])), default=-1),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
                 "base_needed_after": base_needed_after(seen, without_copy, has_room=has_room),
             }

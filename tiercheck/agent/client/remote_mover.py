@@ -57,6 +57,10 @@ class RemoteMover:
         self._nudged = asyncio.Event()
         self._hurry_s = 0.0
         """Of the nudges that the agent was not told of yet, the longest."""
+        self._due: Sequence[int] = ()
+        """The bases that were left to it last."""
+        self._told = True
+        """The agent was told of them."""
         self._withdrawn = False
         self._registering = asyncio.Lock()
         """Held while an agent that knows nothing of the job is told of it."""
@@ -103,6 +107,12 @@ class RemoteMover:
         self._hurry_s = max(self._hurry_s, min(hurry_s, HURRY_S_MAX))
         self._nudged.set()
 
+    def leave(self, due: Sequence[int]) -> None:
+        """As :class:`tiercheck.replication.mover.MoverHandle` has it. If the agent does not hear of it, it does with
+        the next ones."""
+        self._due, self._told = due, False
+        self._nudged.set()
+
     async def run(self) -> None:
         """Keep :attr:`status` fresh and the agent alive until cancelled or withdrawn, or until a newer generation
         opens."""
@@ -111,7 +121,9 @@ class RemoteMover:
                 await self._ask(Look(min(LOOK_S, self._deadline_s), *self._who))
                 if await self._nudged_within(REFRESH_S):
                     hurry_s, self._hurry_s = self._hurry_s, 0.0
-                    await self._client.tell(Nudge(0.0, *self._who, hurry_s))
+                    due = () if self._told else tuple(self._due)
+                    self._told = True
+                    await self._client.tell(Nudge(0.0, *self._who, hurry_s, due))
             except JobConflict as conflict:
                 self._conflict = conflict
             except TierCheckError as error:
@@ -138,10 +150,13 @@ class RemoteMover:
 
     async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.room_for_base`."""
+        self._due, self._told = due or self._due, True
         await self._ask(RoomForBase(deadline_s, *self._who, tuple(due), patiently))
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.drain`."""
+        if self._due and max(self._due) > self._status.folds_to:  # nobody has heard yet whether they are folded
+            await self.room_for_base(deadline_s, self._due)
         await self._ask(Drain(deadline_s, *self._who, closing))
 
     @property

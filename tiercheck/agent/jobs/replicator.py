@@ -162,8 +162,10 @@ class RankReplicator:
         if self._life.state is State.RESTING:
             self._on(Event.HEARD)
 
-    def nudge(self, *, hurry_s: float = 0.0) -> None:
+    def nudge(self, *, hurry_s: float = 0.0, due: Sequence[int] = ()) -> None:
+        """``due``: bases that are left to the mover. If it is not there, it is told of them with the next ones."""
         if self._mover is not None:
+            self._mover.leave(due)
             self._mover.nudge(hurry_s=hurry_s)
 
     async def pause(self, deadline_s: float) -> None:

@@ -180,6 +180,8 @@ class Nudge(JobRequest):
 
     hurry_s: Annotated[float, Meta(ge=0, le=HURRY_S_MAX)] = 0.0
     """Somebody waits for the tiers: for so long no pace need hold a copy back."""
+    due: Annotated[tuple[Version, ...], Meta(max_length=DUE_MAX)] = ()
+    """Versions whose bases are left to the mover to fold."""
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,8 @@ class Agent:
             raise
         result = False
         match request:
-            case Nudge(hurry_s=hurry_s):
-                replicator.nudge(hurry_s=hurry_s)
+            case Nudge(hurry_s=hurry_s, due=due):
+                replicator.nudge(hurry_s=hurry_s, due=due)
             case Pause():
                 await replicator.pause(deadline_s)
             case Agree(mark=mark):
