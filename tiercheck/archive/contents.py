@@ -17,7 +17,8 @@ from tiercheck.format.references import References
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.streams.records.record_names import host_name
+from tiercheck.streams.rebuilding.carry_over import options_at_end
+from tiercheck.streams.records.record_names import host_name, record_name
 from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["Contents", "read_contents"]
@@ -39,7 +40,7 @@ class Contents:
     """The base's, by their names in the shard: ``master/NAME``, ``state/NAME/KEY``, ``extra/NAME``,
     ``residual/NAME``; those that it refers to among them."""
     hyperparameters: list[dict[str, Any]]
-    """Per parameter group, as of the base."""
+    """Per parameter group, as of the version."""
     host_state: Mapping[str, Any]
     """As of the version."""
 
@@ -59,13 +60,19 @@ async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: 
         )
         return schema.read(Identity, identity), optimizer, host, await read_references(tier, key, header)
 
-    async def of_version(tier: OpenTier, key: ShardKey, header: ShardHeader) -> Any:
-        name = "host" if key.stream is Stream.SNAPSHOT else host_name(chosen.version)
-        return await read_object(tier, key, header, name)
+    async def of_version(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[Any, Any]:
+        """Its host state, and what its step ran with."""
+        if key.stream is Stream.SNAPSHOT:
+            return await read_object(tier, key, header, "host"), {}
+        names = host_name(chosen.version), record_name(chosen.version)
+        host, record = await asyncio.gather(*(read_object(tier, key, header, name) for name in names))
+        return host, record
 
     header, (identity, optimizer, host, references) = await from_any(hierarchy, inventory, plan.anchor, of_base)
+    options = optimizer["hyperparameters"]
     if plan.batches:
-        _, host = await from_any(hierarchy, inventory, plan.batches[-1], of_version)
+        _, (host, record) = await from_any(hierarchy, inventory, plan.batches[-1], of_version)
+        options = record.get("hyperparameters", options)
     specs = [each.spec for each in header.extents if not each.is_padding]
     specs += references.specs if references is not None else ()
     return Contents(
@@ -76,6 +83,6 @@ async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: 
         identity,
         header.metadata.token,
         tuple(spec for spec in specs if not spec.name.startswith(OBJECT_PREFIX)),
-        optimizer["hyperparameters"],
+        options_at_end(options, host),
         host,
     )

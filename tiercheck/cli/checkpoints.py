@@ -335,7 +335,9 @@ def show_duration(console: Console, expected: Duration) -> None:
 
 def show_contents(console: Console, archive: Archive, contents: Contents) -> None:
     identity, point = contents.identity, contents.point
-    console.print(Text(f"Version {contents.version}, rank {contents.rank} of {contents.world_size}", style="bold"))
+    others = "; each stores its part, and --rank shows another one's" if contents.world_size > 1 else ""
+    title = f"Version {contents.version}, rank {contents.rank} of {contents.world_size}"
+    console.print(Text(title, style="bold") + Text(others))
     facts = plain_table("", "")
     facts.show_header = False
     way = f"base {point.anchor} of generation {point.generation}"

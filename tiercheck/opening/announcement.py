@@ -7,6 +7,7 @@ from typing import Any
 
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.policies import KeepLast, RetentionPolicy
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.recovery.report import Recovery
@@ -29,23 +30,42 @@ PLACES_NAMED_MAX = 8
 
 
 def begun(
-    recovery: Recovery | None, read_from: Iterable[str], tiers: OpenHierarchy, generation: int, base_nbytes: int
+    recovery: Recovery | None,
+    read_from: Iterable[str],
+    tiers: OpenHierarchy,
+    branch: Branch,
+    base_nbytes: int,
+    saved_by: int = 0,
+    beyond: tuple[int, tuple[int, ...]] = (0, ()),
 ) -> str:
-    """Where the job goes on. ``read_from``: the tiers, and the nodes' memory, that any rank read its state from;
-    ``base_nbytes``: of a rank."""
-    goes_on = f"this is generation {generation}, and what it saves outlives the failure of {what_fails(tiers.survives)}"
+    """Where the job goes on: ``branch``. ``read_from``: the tiers, and the nodes' memory, that any rank read its state
+    from; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody tells.
+    ``beyond``: as of :meth:`~tiercheck.recovery.finding.past.Past.beyond`."""
+    fails = what_fails(tiers.survives)
+    goes_on = f"this is generation {branch.generation}, and what it saves outlives the failure of {fails}"
     if recovery is None and tiers.survives > Survives.PROCESS:
         last = tiers.tiers[-1].name
         goes_on += f", once each rank's first base (about {bytes_text(base_nbytes)}) has reached {last}"
+    if recovery is None and branch.asked:
+        return f"training begins at version 0, as {branch.asked} asks; {goes_on}"
     if recovery is None:
         places = ", ".join(tier.driver.url for tier in tiers.tiers)
         return f"nothing to resume from was found in {places}: training begins at version 0; {goes_on}"
     why = "" if recovery.fidelity is Fidelity.EXACT else f" ({'; '.join(recovery.notes)})"
     found = list(read_from)
     named = ", ".join(found[:PLACES_NAMED_MAX]) + (", ..." if len(found) > PLACES_NAMED_MAX else "")
+    others = f", saved by {saved_by} ranks and brought to {branch.world_size}"
+    newest, behind = beyond
+    again = ""
+    if newest > recovery.version and behind:
+        lost = spans_text([(recovery.version + 1, newest)])
+        of = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind[:PLACES_NAMED_MAX]))}"
+        more = ", ..." if len(behind) > PLACES_NAMED_MAX else ""
+        again = f"; up to version {newest} was found, which {of}{more} cannot come to: {lost} is trained again"
     return (
         f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "
-        f"generation {recovery.point.generation} and what follows it, from {named}; {goes_on}"
+        f"generation {recovery.point.generation} and what follows it, from {named}"
+        f"{others if saved_by not in (0, branch.world_size) else ''}{again}; {goes_on}"
     )
 
 

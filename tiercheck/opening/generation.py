@@ -45,7 +45,11 @@ async def open_on_all_ranks(
 
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
     """
-    taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
+    taken = restored.past.taken
+    if restored.past.away:
+        taken += UNSEEN
+        if ranks.rank == 0:
+            log.info("%d numbers of generations are left out: a tier that could not be asked may know of them", UNSEEN)
     past = restored.past.worth_telling(restored.parent)
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.

@@ -226,7 +226,9 @@ class _Startup:
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
-            log.info("%s", begun(recovery, read, opened.tiers, branch.generation, nbytes))
+            past, parent = restored.past, restored.parent
+            told = past.world_size_of(parent), past.beyond(parent, restored.version)
+            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, *told))
             opened.demand.tell(opened.tiers.first.driver.url)
             tell_rooms(opened.rooms)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:

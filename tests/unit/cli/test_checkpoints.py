@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import tiercheck
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.shared_memory import root_of
 from tiercheck.cli import commands
@@ -81,6 +82,9 @@ def test_show_tells_tensors_host_state_and_who_wrote_it(finished: Left) -> None:
     assert found["optimizer"]["kind"] == "torch.optim.adamw.AdamW"
     assert {"name": "master/0.weight", "dtype": "F32", "shape": [5, 3], "bytes": 60} in found["tensors"]
     assert len(found["hyperparameters"]) == 2
+    with tiercheck.open(finished.url) as archive:
+        rates = [group["lr"] for group in archive.rebuild(1).hyperparameters]
+    assert [group["lr"] for group in found["hyperparameters"]] == rates, "as of the version, and not of its base"
     assert {"options", "random", "after_step"} <= found["host_state"].keys()
     assert found["lineage"] == [{"generation": 2, "until": None}, {"generation": 1, "until": FIRST_LIFE}]
     text = printed("show", finished.url)

@@ -12,9 +12,12 @@ import torch
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import checkpointer_of, ranks
 from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.opening.announcement import nothing_outlives_a_node, overruled_options
+from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.tiers.posix import file_driver
 from tiercheck.tiers.posix.mounts import Mount
 
@@ -63,6 +66,49 @@ def test_one_line_says_what_was_resumed_and_from_where(tmp_path: Path, said: pyt
         "2, and what it saves outlives the failure of a rack"
     ]
     assert not lines(said, logging.WARNING)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_job_that_begins_anew_on_request_is_not_told_that_nothing_was_found(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    hierarchy = Hierarchy.of(memory(), f"nvme://{tmp_path}?survives=rack")
+    trained(hierarchy, 3)
+    lines(said, logging.INFO)
+    Training().attach(hierarchy, fresh=True).abort()
+    (line,) = lines(said, logging.INFO)
+    assert line.startswith("training begins at version 0, as fresh=True asks; this is generation 2, and what it saves ")
+
+
+def test_versions_that_are_trained_again_are_named_with_the_ranks_that_lack_them(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1's memory is lost, and its newest versions with it."""
+    urls, durable = [memory(), memory()], f"nvme://{tmp_path}?survives=rack"
+
+    def life(rank: int, group: SimulatedGroup) -> int:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer)
+        config = CheckpointConfig(base_every=4, batch=4)
+        checkpointer = Checkpointer(provider, Hierarchy.of(urls[rank], durable), group=group, config=config)
+        for version in range(checkpointer.version + 1, 7):
+            training.backward(version)
+            checkpointer.capture(version, provider.gradients())
+            training.optimizer.step()
+            checkpointer.complete(version)
+            if version == 4:
+                checkpointer.flush()
+        checkpointer.abort()
+        return checkpointer.version
+
+    ranks(life)
+    urls[1] = memory()
+    lines(said, logging.INFO)
+    ranks(life)
+    (line,) = [line for line in lines(said, logging.INFO) if line.startswith("resumed")]
+    assert (
+        "; up to version 6 was found, which rank 1 cannot come to: 5..6 is trained again; this is generation 2" in line
+    )
 
 
 def test_what_is_approximate_is_said_to_be_with_the_reason(said: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from tests.simulation import virtual_time
 from tests.processes import until
+from tests.simulation import virtual_time
 from tests.training import Training, memory
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, SaveError

@@ -116,10 +116,9 @@ def _held(root: Path, kind: NamespaceKind, make: bool) -> int | None:
     """One try at :func:`hold_namespace`; ``None`` if somebody is removing the namespace, or just has."""
     try:
         if make:
-            with contextlib.suppress(FileExistsError):
-                root.mkdir(mode=0o700)
+            make_folder(root)
         check_private(root)
-        (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+        make_folder(root / CONTROL)
         fd = open_alive(root)
     except FileNotFoundError:
         return None
@@ -192,7 +191,7 @@ def remove_one(name: str, mount: Path = SHM) -> None:
     with map_os_errors(tier):
         try:
             check_private(root)
-            (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+            make_folder(root / CONTROL)
             fd = open_alive(root)
         except FileNotFoundError:
             raise missing from None
@@ -263,6 +262,12 @@ def kept_under(root: Path) -> str | None:
             return file.read(NAME_BYTES_MAX).decode()
     except (OSError, ValueError):
         return None
+
+
+def make_folder(folder: Path) -> None:
+    """If it is not there. ``mkdir(exist_ok=True)`` raises if it is removed just after it was found to be there."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
 
 
 def clear_away(root: Path) -> None:

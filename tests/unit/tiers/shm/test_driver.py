@@ -507,6 +507,28 @@ class TestNamespaces:
             release_namespace(fd)
         assert not list(root_of(name).parent.glob(f"tiercheck-{os.geteuid()}-.removed-*"))
 
+    async def test_one_that_vanishes_just_after_it_was_found_is_made_anew(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root, mkdir = root_of(name), os.mkdir
+        release_namespace(hold_namespace(root))
+        removed = []
+
+        def vanishing(path: Path, mode: int = 0o777) -> None:
+            try:
+                mkdir(path, mode)
+            except FileExistsError:
+                if not removed and path != root:
+                    removed.append(path)
+                    shutil.rmtree(root)
+                raise
+
+        monkeypatch.setattr(os, "mkdir", vanishing)
+        fd = hold_namespace(root)
+        assert removed
+        assert still_there(root, fd)
+        release_namespace(fd)
+
     async def test_one_that_vanishes_is_left_out_of_a_listing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         release_namespace(hold_namespace(root_of(name)))
 
