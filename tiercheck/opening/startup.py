@@ -227,8 +227,8 @@ class _Startup:
             read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             past, parent = restored.past, restored.parent
-            told = past.world_size_of(parent), past.beyond(parent, restored.version)
-            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, *told))
+            saved_by, beyond = past.world_size_of(parent), past.beyond(parent, restored.version)
+            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, beyond))
             opened.demand.tell(opened.tiers.first.driver.url)
             tell_rooms(opened.rooms)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
