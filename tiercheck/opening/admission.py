@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 OPENING_SHARE = 0.9
 """Of a base: memory for so much is used again for one."""
+PAGES_MATTER_NBYTES = 1 << 30
+"""Memory that takes a second to make in pages of 4 KiB."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Demand:
                 tier=tier,
             )
 
-    def tell(self, tier: str) -> None:
-        """Log what the tier will hold."""
+    def tell(self, tier: str, pages: str = "") -> None:
+        """Log what the tier will hold, and, if that is much, in which ``pages``: how fast memory is made depends on
+        them."""
         holding = self.holding
         log.info(
             "%s will hold %s, %s, while the other tiers keep up; after a restart, or while they lag, up to %d bases "
@@ -84,6 +87,8 @@ class Demand:
             self._kind,
             self._in_all(holding.nbytes_max),
         )
+        if pages and self.nbytes_usual >= PAGES_MATTER_NBYTES:
+            log.info("the pages of %s are %s", tier, pages)
 
     def reservations(self, room: int, base_every: int, opening_nbytes: int) -> list[tuple[int, int]]:
         """(bytes, count) of the reservations to come, in the order of need, beside the opening base and its constants.

@@ -229,7 +229,8 @@ class _Startup:
             past, parent = restored.past, restored.parent
             saved_by, beyond = past.world_size_of(parent), past.beyond(parent, restored.version)
             log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, beyond))
-            opened.demand.tell(opened.tiers.first.driver.url)
+            first = opened.tiers.first.driver
+            opened.demand.tell(first.url, first.facts().get("pages", ""))
             tell_rooms(opened.rooms)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)

@@ -227,6 +227,20 @@ def test_bases_are_made_ready_before_anything_else_if_room_is_short() -> None:
     assert demand.reservations(0, 5, 95) == [(10, 0), (100, 0), (10, 0)]
 
 
+def test_the_pages_are_told_of_if_much_memory_is_to_be_made(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    demand = Demand(
+        holding(replace(SIZES, base_nbytes=100 << 20), interval=5, batch=5, fold_every=0, each_commits=True)
+    )
+    demand.tell("shm://run", "4 KiB")
+    assert "pages" not in caplog.text
+    replace(demand, ranks=8).tell("shm://run", "4 KiB")
+    assert "the pages of shm://run are 4 KiB" in caplog.text
+    caplog.clear()
+    replace(demand, ranks=8).tell("memory://run")
+    assert "pages" not in caplog.text
+
+
 def test_as_many_bases_are_made_ready_as_will_be_there_at_a_time() -> None:
     def ready(opening_nbytes: int, **options: Any) -> int:
         demand = Demand(holding(SIZES, interval=17, batch=5, **options))

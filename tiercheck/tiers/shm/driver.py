@@ -148,10 +148,9 @@ class ShmDriver(FileDriver):
         default = segments.limit_bytes if self._size is not None else segments.limit_bytes // 2
         segments.pool_bytes = default if self._pool is None else self._pool
         segments.prepare()
-        huge = huge_pages_of(segments.root)
-        segments.advise_huge_pages = huge == "advise"
+        segments.advise_huge_pages = huge_pages_of(segments.root) == "advise"
         self.in_flight.admit()
-        self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
+        self._facts = {"pages": pages_text(segments.root), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     def prepare_to_read(self) -> None:
         """The namespace is not marked as in use: it may be removed meanwhile. What was read stays as it was."""
