@@ -35,6 +35,8 @@ STATE_BYTES = 12
 ROWS = 64
 """Of a step: what makes it about as long as a step is on two cores, with so many parameters."""
 WARM_UP = 3
+GOES_ON = 10
+"""Versions before the kill of a way that saves each step: by then it holds what it does in the middle of a job."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def say(**line: Any) -> None:
 
 
 def train(order: Order) -> None:
-    """Blocks of steps with and without the way in turns, for each interval; then two versions that are waited for. The
-    process waits for its kill."""
+    """Blocks of steps with and without the way in turns, for each interval; then two versions that are waited for, and
+    more of a way that saves each step. The process waits for its kill."""
     training = Training(order, seed=1)
     for _ in range(WARM_UP):
         training.step()
@@ -116,6 +118,10 @@ def train(order: Order) -> None:
             say(every=every, plain=unsaved, saving=saved)
     for first in (True, False):
         say(first=first, **one_version(training, way, first=first))
+    if way.every_step:
+        for _ in range(GOES_ON):
+            stepped(training, way, due=True)
+        way.wait()
     say(digest=training.digest())
     signal.pause()  # until the kill
 

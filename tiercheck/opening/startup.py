@@ -227,7 +227,8 @@ class _Startup:
             read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             past, parent = restored.past, restored.parent
-            saved_by, beyond = past.world_size_of(parent), past.beyond(parent, restored.version)
+            saved_by = past.world_size_of(parent)
+            beyond = (0, ()) if restored.converted else past.beyond(parent, restored.version)
             log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, beyond))
             first = opened.tiers.first.driver
             opened.demand.tell(first.url, first.facts().get("pages", ""))

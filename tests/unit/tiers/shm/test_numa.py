@@ -233,7 +233,7 @@ async def test_pages_are_huge_where_the_mount_has_them(mounted: tuple[str, Path]
     assert huge_pages_of(mount / "not" / "there") == huge
     async with ShmDriver("huge", size=48 * MIB, mount=mount) as driver:
         assert driver.facts()["pages"] == pages_text(mount)
-        advice = f"mount -o remount,huge=advise {mount})"
+        advice = f"mount -o remount,huge=within_size {mount})"
         assert pages_text(mount).endswith(advice) is (huge == "never")
         await driver.prepare_reservations([(8 * MIB, 2)])
         reservation = await driver.reserve("a", 8 * MIB)
