@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
@@ -24,6 +25,8 @@ __all__ = ["RETRY", "TIER_AWAY_AFTER", "Action", "ProcessEnds", "SourceError", "
 log = logging.getLogger(__name__)
 
 RETRY = Backoff(0.5, 30.0)
+TRIES_WAITED_FOR = 8
+"""While somebody waits until a deadline, what has failed is tried again at least so often."""
 TIER_AWAY_AFTER = 3
 """So many different actions must fail in a row, before the tier is taken to be away."""
 TROUBLES_MAX = 256
@@ -59,13 +62,19 @@ class _Trouble:
     since: float
     failures: int = 0
     retry_at: float = 0.0
+    not_before: float = 0.0
+    """What takes long to fail gets half of the time at most."""
     error: str = ""
 
-    def failed(self, now: float, error: str, took_s: float) -> None:
+    def failed(self, now: float, error: str, took_s: float, pause_max_s: float) -> None:
         self.failures += 1
         self.error = error
-        # What takes long to fail gets half of the time at most.
-        self.retry_at = now + max(RETRY.pause_s(self.failures), took_s)
+        self.not_before = now + took_s
+        self.retry_at = max(self.not_before, now + min(RETRY.pause_s(self.failures), pause_max_s))
+
+    def hurry(self, retry_at: float) -> None:
+        """Try again then, if not before."""
+        self.retry_at = max(self.not_before, min(self.retry_at, retry_at))
 
 
 class ProcessEnds(SaveError):
@@ -90,6 +99,26 @@ class TierBackoff:
 
     def __init__(self) -> None:
         self._tiers: dict[str, _OfTier] = {}
+        self._pauses_s: list[float] = []
+        """The longest that those who wait have use for."""
+
+    @contextmanager
+    def waited_for(self, deadline_s: float) -> Iterator[None]:
+        """A context in which somebody waits so long at most. A tier that comes back meanwhile is seen in time: pauses
+        are a fraction of the deadline."""
+        pause_s = max(RETRY.first_s, deadline_s / TRIES_WAITED_FOR)
+        self._pauses_s.append(pause_s)
+        for state in self._tiers.values():
+            for trouble in (*state.actions.values(), *([state.away] if state.away else ())):
+                trouble.hurry(_now() + pause_s)
+        try:
+            yield
+        finally:
+            self._pauses_s.remove(pause_s)
+
+    @property
+    def _pause_max_s(self) -> float:
+        return min([RETRY.max_s, *self._pauses_s])
 
     @property
     def errors(self) -> dict[str, str]:
@@ -159,8 +188,9 @@ class TierBackoff:
         if len(state.said) >= TROUBLES_MAX:
             state.said.clear()
         state.said[action.name] = text
-        trouble.failed(now, text, took_s)
-        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, RETRY.max_s)
+        most_s = self._pause_max_s
+        trouble.failed(now, text, took_s, most_s)
+        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, most_s)
         if not action.into_tier or isinstance(error, SourceError):
             return
         if isinstance(error, CONCERNS_THE_TIER):
@@ -169,7 +199,7 @@ class TierBackoff:
             state.in_a_row.clear()  # it has answered
         if len(state.in_a_row) >= TIER_AWAY_AFTER or len(state.actions) >= TROUBLES_MAX:
             state.away = state.away or _Trouble(now)
-            state.away.failed(now, text, took_s)
+            state.away.failed(now, text, took_s, most_s)
         else:
             state.away = None
 

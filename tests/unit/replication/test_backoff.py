@@ -77,6 +77,27 @@ async def test_what_fails_pauses_alone_and_longer_each_time(store: Store, clock:
     assert Backoff(0.5, 30.0) == RETRY
 
 
+async def test_pauses_are_short_while_somebody_waits(store: Store, clock: Clock) -> None:
+    """A store that comes back is used before their deadline."""
+
+    async def pause_s() -> float:
+        began_s = clock.ahead_s
+        while "base" not in await store.look("base"):
+            clock.ahead_s += 0.25
+        return clock.ahead_s - began_s
+
+    store.errors["base"] = Transient("no answer")
+    for _ in range(8):
+        clock.ahead_s += 40.0
+        assert await store.look("base") == ["base"]
+    with store.attempts.waited_for(16.0):
+        assert [await pause_s() for _ in range(3)] == pytest.approx([2, 2, 2], abs=0.3), "the pause that had begun, too"
+        with store.attempts.waited_for(1000.0), store.attempts.waited_for(1.0):
+            assert await pause_s() == pytest.approx(0.5, abs=0.3)
+    await pause_s()
+    assert await pause_s() == pytest.approx(30, abs=0.3)
+
+
 async def test_what_has_failed_is_tried_after_what_has_not(store: Store, clock: Clock) -> None:
     store.errors["a"] = store.errors["b"] = CapacityExceeded("no room")
     assert await store.look("a") == ["a"]

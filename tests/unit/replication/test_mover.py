@@ -71,6 +71,19 @@ async def test_trouble_is_shown_and_passes(tmp_path: Path) -> None:
         assert mover.status.watermark == 0
 
 
+async def test_a_store_that_comes_back_before_the_deadline_is_used(tmp_path: Path) -> None:
+    """Though it has been away for long, so that it is asked now and then."""
+    plan = FaultPlan.fail_call("put", lambda: Transient("the store is away"), times=1)
+    async with tiers(tmp_path, durable=plan) as hierarchy:
+        await capture(hierarchy, base(0))
+        mover = mover_of(hierarchy)
+        assert not await mover.cycle()
+        for trouble in mover._attempts._tiers["nvme"].actions.values():
+            trouble.retry_at += 60
+        await mover.drain(8, closing=True)
+        assert mover.status.watermark == 0
+
+
 async def test_a_wait_that_ends_names_the_tier_and_its_error(tmp_path: Path) -> None:
     async with tiers(tmp_path, durable=FaultPlan.full()) as hierarchy:
         await capture(hierarchy, base(0), base(10))
