@@ -13,7 +13,7 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed, needs_agreement
-from tiercheck.policy.recovery.opening import Reach, anew, only_there, superseded_at_opening
+from tiercheck.policy.recovery.opening import Reach, anew, lost_versions, superseded_at_opening
 from tiercheck.policy.recovery.spans import Span, spans_text
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restored import Restored
@@ -90,7 +90,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
 
     # Nobody captures anything before all have: the ranks of a node share its memory.
     await ranks.gather("deleting what is superseded", clear_in_time)
-    if lost := only_there(deleted, sound, roles, lineage):
+    if lost := lost_versions(deleted, sound, roles, lineage):
         unasked = ", ".join(tier.name for tier in hierarchy.tiers if tier.role.shared and tier.index in absent)
         if unasked:
             told = f"no start can go back to them, unless {unasked}, which could not be asked, has them"

@@ -7,9 +7,11 @@ from typing import Any
 
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.policies import KeepLast, RetentionPolicy
+from tiercheck.policy.recovery.consensus import admitted
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.policy.recovery.request import Request, Turn
-from tiercheck.policy.recovery.spans import spans_text
+from tiercheck.policy.recovery.spans import contain, spans_text
+from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.report import Recovery
 from tiercheck.types import Fidelity, Survives, bytes_text
 
@@ -22,6 +24,7 @@ __all__ = [
     "overruled_options",
     "repeated",
     "retention_without_effect",
+    "trained_again",
     "turned",
 ]
 
@@ -36,11 +39,11 @@ def begun(
     branch: Branch,
     base_nbytes: int,
     saved_by: int = 0,
-    beyond: tuple[int, tuple[int, ...]] = (0, ()),
+    again: str = "",
 ) -> str:
     """Where the job goes on: ``branch``. ``read_from``: the tiers, and the nodes' memory, that any rank read its state
     from; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody tells.
-    ``beyond``: as of :meth:`~tiercheck.recovery.finding.past.Past.beyond`."""
+    ``again``: what :func:`trained_again` says."""
     fails = what_fails(tiers.survives)
     goes_on = f"this is generation {branch.generation}, and what it saves outlives the failure of {fails}"
     if recovery is None and tiers.survives > Survives.PROCESS:
@@ -55,18 +58,26 @@ def begun(
     found = list(read_from)
     named = ", ".join(found[:PLACES_NAMED_MAX]) + (", ..." if len(found) > PLACES_NAMED_MAX else "")
     others = f", saved by {saved_by} ranks and brought to {branch.world_size}"
-    newest, behind = beyond
-    again = ""
-    if newest > recovery.version and behind:
-        lost = spans_text([(recovery.version + 1, newest)])
-        of = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind[:PLACES_NAMED_MAX]))}"
-        more = ", ..." if len(behind) > PLACES_NAMED_MAX else ""
-        again = f"; up to version {newest} was found, which {of}{more} cannot come to: {lost} is trained again"
     return (
         f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "
         f"generation {recovery.point.generation} and what follows it, from {named}"
-        f"{others if saved_by not in (0, branch.world_size) else ''}{again}; {goes_on}"
+        f"{others if saved_by not in (0, branch.world_size) else ''}{f'; {again}' if again else ''}; {goes_on}"
     )
+
+
+def trained_again(past: Past, generation: int, version: int) -> str:
+    """Which versions after ``version`` were found in its generation, damaged or not, and which ranks cannot come to
+    them; empty if there are none."""
+    found = (each.newest_trained for each in past.told)
+    newest = max((last for of, last in found if of == generation), default=version)
+    lineage = past.as_of(generation)
+    behind = [str(rank) for rank, each in enumerate(past.told) if not contain(admitted(each.reach, lineage), newest)]
+    if newest <= version or not behind:
+        return ""
+    of = f"rank{'s' * (len(behind) > 1)} {', '.join(behind[:PLACES_NAMED_MAX])}"
+    more = ", ..." if len(behind) > PLACES_NAMED_MAX else ""
+    lost = spans_text([(version + 1, newest)])
+    return f"up to version {newest} was found, which {of}{more} cannot come to: {lost} is trained again"
 
 
 def turned(turn: Turn, tiers: OpenHierarchy) -> str:

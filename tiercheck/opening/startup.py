@@ -34,6 +34,7 @@ from tiercheck.opening.announcement import (
     overruled_options,
     repeated,
     retention_without_effect,
+    trained_again,
     turned,
 )
 from tiercheck.opening.constants import brought
@@ -227,9 +228,9 @@ class _Startup:
             read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             past, parent = restored.past, restored.parent
-            saved_by = past.world_size_of(parent)
-            beyond = (0, ()) if restored.converted else past.beyond(parent, restored.version)
-            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, beyond))
+            saved_by = next((each.world_size for each in past.branches if each.generation == parent), 0)
+            again = "" if restored.converted else trained_again(past, parent, restored.version)
+            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, again))
             first = opened.tiers.first.driver
             opened.demand.tell(first.url, first.facts().get("pages", ""))
             tell_rooms(opened.rooms)

@@ -138,14 +138,17 @@ class Bases:
         done = self.left <= max(self._begun, status.folds_to, status.newest_base)
         if done or status.prepares_folding or not (obstacle := status.not_folded):
             return False
-        log.log(self._level(obstacle), "base %d is captured late, and not folded: %s", self.left, obstacle)
+        self._note_not_folded(f"base {self.left} is captured late", obstacle)
         return True
 
-    def _level(self, obstacle: str) -> int:
-        """For the log. What is ready soon is told at each start, by one rank."""
-        if obstacle == PREPARING and self._rank != 0:
-            return logging.DEBUG
-        return logging.INFO if self._config.bases == "auto" else logging.WARNING
+    def _note_not_folded(self, what: str, obstacle: str) -> None:
+        """Log it, if it is another obstacle than before."""
+        if obstacle != self._saves.stats.not_folded:
+            level = logging.INFO if self._config.bases == "auto" else logging.WARNING
+            if obstacle == PREPARING and self._rank != 0:
+                level = logging.DEBUG  # at each start, of each rank
+            log.log(level, "%s, and not folded: %s", what, obstacle)
+        self._saves.note_not_folded(obstacle)
 
     def _has_lost(self) -> bool:
         """Whether something was lost, and no base has begun since that makes up for it."""
@@ -191,9 +194,7 @@ class Bases:
             obstacle = status.fold_lag
         elif not obstacle:
             obstacle = "the node's agent is of a release that does not fold"
-        if obstacle != self._saves.stats.not_folded:
-            log.log(self._level(obstacle), "base %d is captured, and not folded: %s", version, obstacle)
-        self._saves.note_not_folded(obstacle)
+        self._note_not_folded(f"base {version} is captured", obstacle)
         return False
 
     def missing(self, version: int) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
@@ -102,11 +102,11 @@ class TierBackoff:
         self._pauses_s: list[float] = []
         """The longest that those who wait have use for."""
 
-    @contextmanager
-    def waited_for(self, deadline_s: float) -> Iterator[None]:
+    @asynccontextmanager
+    async def waited_for(self, deadline_s: float) -> AsyncIterator[None]:
         """A context in which somebody waits so long at most. A tier that comes back meanwhile is seen in time: pauses
-        are a fraction of the deadline."""
-        pause_s = max(RETRY.first_s, deadline_s / TRIES_WAITED_FOR)
+        are a fraction of the deadline. Who only asks (0) changes nothing."""
+        pause_s = max(RETRY.first_s, deadline_s / TRIES_WAITED_FOR) if deadline_s > 0 else RETRY.max_s
         self._pauses_s.append(pause_s)
         for state in self._tiers.values():
             for trouble in (*state.actions.values(), *([state.away] if state.away else ())):

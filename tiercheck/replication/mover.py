@@ -426,28 +426,23 @@ class Mover:
     ) -> None:
         """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
         try:
-            with self._attempts.waited_for(deadline_s):
-                await self._wait_for(condition, deadline_s)
+            async with self._pacer.hurrying(), self._attempts.waited_for(deadline_s), asyncio.timeout(deadline_s):
+                self.nudge()
+                while not await condition():
+                    if self.conflict is not None:
+                        raise self.conflict
+                    if self._stopped is not None:
+                        raise self._stopped
+                    async with self._looked:
+                        try:
+                            async with asyncio.timeout(RETRY.first_s):
+                                await self._looked.wait()
+                        except TimeoutError:
+                            self.nudge()  # not after each look: it would have the next one, and so on without a pause
         except TimeoutError:
             self._note()
             lacking = "; ".join(filter(None, map(self._lacking, tiers)))
             raise DeadlineExceeded(f"{what()} within {deadline_s:g} s" + (f" ({lacking})" if lacking else "")) from None
-
-    async def _wait_for(self, condition: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
-        """Errors: ``TimeoutError``; why the mover has stopped."""
-        async with self._pacer.hurrying(), asyncio.timeout(deadline_s):
-            self.nudge()
-            while not await condition():
-                if self.conflict is not None:
-                    raise self.conflict
-                if self._stopped is not None:
-                    raise self._stopped
-                async with self._looked:
-                    try:
-                        async with asyncio.timeout(RETRY.first_s):
-                            await self._looked.wait()
-                    except TimeoutError:
-                        self.nudge()  # not after each look: it would have the next one, and so on without a pause
 
     def _lacking(self, tier: OpenTier) -> str:
         """What is left to do for a tier, and its trouble; empty if there is neither."""

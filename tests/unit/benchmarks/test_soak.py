@@ -124,6 +124,8 @@ class LosesObjects(Honest):
 
 
 class FlipsBits(Honest):
+    one_in = 5  # reads of ranges are rare, and only those that hold the last byte show it
+
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         found = bytearray(await super().get(key, range=range))
         if self.counted() and found:
@@ -226,9 +228,9 @@ async def test_nothing_is_found_where_nothing_is_lost(tmp_path: Path, seed: int)
     ],
 )
 async def test_each_kind_of_loss_is_found(tmp_path: Path, driver: type[Honest], rules: set[str]) -> None:
-    """In one soak; a late put, or a range of a damaged object, in one of several: the clock decides when they meet."""
+    """In one soak; a late put in one of several, since the clock decides when it strikes."""
     found: set[str] = set()
-    for seed in range(7, 7 + (SOAKS_MAX if driver in (PutsLate, FlipsBits) else 1)):
+    for seed in range(7, 7 + (SOAKS_MAX if driver is PutsLate else 1)):
         (tmp_path / str(seed)).mkdir()
         found |= set(await soaked(driver(), tmp_path / str(seed), seed))
         if rules <= found:

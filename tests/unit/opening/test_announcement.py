@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training import Training, memory
+from tests.unit.opening.test_agreement import train
 from tests.unit.opening.test_failing_ranks import checkpointer_of, ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -91,13 +92,9 @@ def test_versions_that_are_trained_again_are_named_with_the_ranks_that_lack_them
         provider = ModuleProvider(training.model, training.optimizer)
         config = CheckpointConfig(base_every=4, batch=4)
         checkpointer = Checkpointer(provider, Hierarchy.of(urls[rank], durable), group=group, config=config)
-        for version in range(checkpointer.version + 1, 7):
-            training.backward(version)
-            checkpointer.capture(version, provider.gradients())
-            training.optimizer.step()
-            checkpointer.complete(version)
-            if version == 4:
-                checkpointer.flush()
+        train(training, checkpointer, 4)
+        checkpointer.flush()
+        train(training, checkpointer, 6)
         checkpointer.abort()
         return checkpointer.version
 

@@ -90,11 +90,13 @@ async def test_pauses_are_short_while_somebody_waits(store: Store, clock: Clock)
     for _ in range(8):
         clock.ahead_s += 40.0
         assert await store.look("base") == ["base"]
-    with store.attempts.waited_for(16.0):
+    async with store.attempts.waited_for(16.0):
         assert [await pause_s() for _ in range(3)] == pytest.approx([2, 2, 2], abs=0.3), "the pause that had begun, too"
-        with store.attempts.waited_for(1000.0), store.attempts.waited_for(1.0):
+        async with store.attempts.waited_for(1000.0), store.attempts.waited_for(1.0):
             assert await pause_s() == pytest.approx(0.5, abs=0.3)
     await pause_s()
+    async with store.attempts.waited_for(0.0):
+        assert await pause_s() == pytest.approx(30, abs=0.3), "who only asks does not wait"
     assert await pause_s() == pytest.approx(30, abs=0.3)
 
 

@@ -20,7 +20,7 @@ from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import Span, both, spans_of
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS
 
-__all__ = ["Anew", "Reach", "anew", "only_there", "superseded_at_opening"]
+__all__ = ["Anew", "Reach", "anew", "lost_versions", "superseded_at_opening"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def superseded_at_opening(
     return sorted(source for source in gone if source.tier in inside)
 
 
-def only_there(
+def lost_versions(
     gone: Collection[Copy], sound: Collection[Copy], roles: Sequence[Role], lineage: Lineage
 ) -> tuple[Span, ...]:
     """The versions of the job's own past that a rank's ``gone`` copies held, and no other sound copy does: a user who

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.recovery.finding.survey import Survey
+from tiercheck.replication.objects.generation import EMPTIED
 
 __all__ = ["refuse_emptied"]
 
@@ -23,8 +24,7 @@ def refuse_emptied(survey: Survey, tiers: Iterable[OpenTier]) -> None:
     for tier in tiers:
         if tier.driver.url in survey.stores and tier.index not in away and tier.index not in recorded:
             raise RecoveryError(
-                f"tier {tier.name} holds nothing of this job, though this node's memory says that the job has saved "
-                f"there: {tier.driver.url} is not mounted, or was emptied. Mount it, and start again. If it was "
-                "emptied on purpose, give the tier another place (a new directory or prefix), and what memory holds is "
-                "copied there; or remove the job's memory to begin at version 0"
+                f"tier {tier.name} {EMPTIED}: {tier.driver.url} is not mounted, or was emptied. Mount it, and start "
+                "again. If it was emptied on purpose, give the tier another place (a new directory or prefix), and "
+                "what memory holds is copied there; or remove the job's memory to begin at version 0"
             )

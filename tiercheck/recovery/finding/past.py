@@ -118,10 +118,6 @@ class Past:
     def _bearing(self) -> Lineage:
         return Lineage.of(bearing(self.branches, self._captured_anywhere))
 
-    def world_size_of(self, generation: int) -> int:
-        """How many ranks the generation had; 0 if nobody tells of it."""
-        return next((branch.world_size for branch in self.branches if branch.generation == generation), 0)
-
     def as_of(self, generation: int) -> Lineage:
         """The chain that ends in the generation, whatever came later. Empty if nobody tells of it."""
         told = [branch for branch in self.branches if branch.generation <= generation]
@@ -151,17 +147,6 @@ class Past:
         """Those that every rank can come to, oldest first."""
         counts = self._own(self.lineage if lineage is None else lineage)
         return common((each.reach for each in self._meeting), counts)
-
-    def beyond(self, generation: int, version: int) -> tuple[int, tuple[int, ...]]:
-        """The newest version of the generation of which anything was found, damaged or not, and the ranks that cannot
-        come to it; ``version`` and none, if there is nothing newer."""
-        trained = [last for each in self._different for of, last in (each.newest_trained,) if of == generation]
-        newest = max(trained, default=version)
-        if newest <= version:
-            return version, ()
-        lineage = self.as_of(generation)
-        behind = [rank for rank, each in enumerate(self.told) if not contain(admitted(each.reach, lineage), newest)]
-        return newest, tuple(behind)
 
     def may_convert(self, lineage: Lineage, version: int) -> bool:
         """Whether some rank has a way to the version in what was saved under another layout. Whether all ranks can come

@@ -39,6 +39,7 @@ from tiercheck.replication.objects.records import read_record, seal
 from tiercheck.types import PutMode
 
 __all__ = [
+    "EMPTIED",
     "UNSEEN",
     "Opening",
     "open_generation",
@@ -49,6 +50,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+EMPTIED = "holds nothing of this job, though this node's memory says that the job has saved there"
 UNSEEN = 16
 """Numbers that are left out where a tier could not be asked which are taken: it may know of starts that failed."""
 
@@ -137,11 +139,7 @@ async def _check_emptied(tier: OpenTier, key: LineageKey, first: OpenTier) -> No
     with suppress(NotFound, Corruption):
         record = await read_lineage(first, key)
         if tier.driver.url in record.stores:
-            raise Transient(
-                "it holds nothing of this job, though this node's memory says that the job has saved there: it is not "
-                "mounted, or was emptied. Mount it",
-                tier=tier.driver.url,
-            )
+            raise Transient(f"it {EMPTIED}: it is not mounted, or was emptied. Mount it", tier=tier.driver.url)
 
 
 async def _check_strangers(

@@ -19,6 +19,7 @@ from tiercheck.runtime.waiting import together
 from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.in_flight_calls import InFlightCalls
 from tiercheck.tiers.posix.file_driver import FileDriver
+from tiercheck.tiers.posix.mounts import mount_of
 from tiercheck.tiers.shm.hugepages import huge_pages_of, pages_text
 from tiercheck.tiers.shm.mapping import MappedSegment, MappedSegments
 from tiercheck.tiers.shm.namespaces import (
@@ -148,9 +149,10 @@ class ShmDriver(FileDriver):
         default = segments.limit_bytes if self._size is not None else segments.limit_bytes // 2
         segments.pool_bytes = default if self._pool is None else self._pool
         segments.prepare()
-        segments.advise_huge_pages = huge_pages_of(segments.root) == "advise"
+        mount = mount_of(segments.root)
+        segments.advise_huge_pages = huge_pages_of(mount) == "advise"
         self.in_flight.admit()
-        self._facts = {"pages": pages_text(segments.root), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
+        self._facts = {"pages": pages_text(mount), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     def prepare_to_read(self) -> None:
         """The namespace is not marked as in use: it may be removed meanwhile. What was read stays as it was."""

@@ -11,29 +11,26 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from pathlib import Path
 
-from tiercheck.tiers.posix.mounts import mount_of
+from tiercheck.tiers.posix.mounts import Mount
 from tiercheck.tiers.shm.populate import MADV_POPULATE_WRITE
 
 __all__ = ["back_with_huge_pages", "huge_pages_of", "pages_text"]
 
 
-def huge_pages_of(folder: Path) -> str:
-    """The ``huge=`` of the mount that ``folder`` lies on; ``never`` if that is no tmpfs, or cannot be told."""
-    mount = mount_of(folder)
+def huge_pages_of(mount: Mount) -> str:
+    """The ``huge=`` of the mount; ``never`` if it is no tmpfs, or cannot be told."""
     options = dict(option.partition("=")[::2] for option in mount.options)
     return options.get("huge", "never") if mount.type == "tmpfs" else "never"
 
 
-def pages_text(folder: Path) -> str:
-    """What to tell people about the pages of the mount that ``folder`` lies on."""
-    huge = huge_pages_of(folder)
+def pages_text(mount: Mount) -> str:
+    """What to tell people about the pages of the mount."""
+    huge = huge_pages_of(mount)
     if huge in ("always", "within_size"):
         return f"huge (mount: huge={huge})"
     if huge == "advise":
         return "huge (mount: huge=advise, advised)"
-    mount = mount_of(folder)
     if mount.type != "tmpfs":
         return "4 KiB"
     return f"4 KiB (huge ones are made about ten times as fast: mount -o remount,huge=within_size {mount.point})"

@@ -6,7 +6,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.agreement import NO_MARK
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.policy.recovery.opening import Anew, Reach, anew, only_there, superseded_at_opening
+from tiercheck.policy.recovery.opening import Anew, Reach, anew, lost_versions, superseded_at_opening
 from tiercheck.types import Survives
 
 ROLES = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)]
@@ -84,6 +84,6 @@ def test_versions_are_named_that_only_deleted_copies_held() -> None:
     base = (0, ShardKey.base(1, 0, 0))
     gone = {Copy(*each) for each in (base, *differentials(1, 1, 3), *differentials(2, 5, 5))}
     staying = {Copy(0, ShardKey.base(1, 2, 0)), Copy(2, ShardKey.differential(1, 0, 1, 0))}
-    assert only_there(gone, gone | staying, roles, LINEAGE) == ((3, 3), (5, 5))
-    assert only_there({Copy(0, ShardKey.differential(1, 4, 9, 0))}, set(), roles, LINEAGE) == (), "another future"
-    assert only_there(gone, gone | staying, ROLES, LINEAGE) == (), "no tier was to keep them"
+    assert lost_versions(gone, gone | staying, roles, LINEAGE) == ((3, 3), (5, 5))
+    assert lost_versions({Copy(0, ShardKey.differential(1, 4, 9, 0))}, set(), roles, LINEAGE) == (), "another future"
+    assert lost_versions(gone, gone | staying, ROLES, LINEAGE) == (), "no tier was to keep them"

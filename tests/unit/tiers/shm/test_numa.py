@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tiercheck.errors import CapacityExceeded, ConfigurationError
+from tiercheck.tiers.posix.mounts import mount_of
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm import numa
 from tiercheck.tiers.shm.driver import ShmDriver
@@ -230,11 +231,11 @@ def mapped_huge_bytes(path: Path) -> int:
 
 async def test_pages_are_huge_where_the_mount_has_them(mounted: tuple[str, Path]) -> None:
     huge, mount = mounted
-    assert huge_pages_of(mount / "not" / "there") == huge
+    assert huge_pages_of(mount_of(mount / "not" / "there")) == huge
     async with ShmDriver("huge", size=48 * MIB, mount=mount) as driver:
-        assert driver.facts()["pages"] == pages_text(mount)
+        assert driver.facts()["pages"] == pages_text(mount_of(mount))
         advice = f"mount -o remount,huge=within_size {mount})"
-        assert pages_text(mount).endswith(advice) is (huge == "never")
+        assert pages_text(mount_of(mount)).endswith(advice) is (huge == "never")
         await driver.prepare_reservations([(8 * MIB, 2)])
         reservation = await driver.reserve("a", 8 * MIB)
         path = next((driver.segments.root / ".tiercheck/tmp").iterdir())
@@ -262,8 +263,8 @@ async def test_a_full_mount_is_no_sigbus(mounted: tuple[str, Path]) -> None:
 
 
 def test_a_mount_that_is_no_tmpfs() -> None:
-    assert huge_pages_of(Path("/proc")) == "never"
-    assert pages_text(Path("/proc")) == "4 KiB", "nothing can be done about it"
+    assert huge_pages_of(mount_of(Path("/proc"))) == "never"
+    assert pages_text(mount_of(Path("/proc"))) == "4 KiB", "nothing can be done about it"
 
 
 def test_backing_that_cannot_be_done_here_is_left_to_others(tmp_path: Path) -> None:
