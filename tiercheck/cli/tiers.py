@@ -171,9 +171,6 @@ def show(console: Console, found: Diagnosis) -> None:
         passed = sum(check.passed for check in found.checks)
         facts.add_row("checks", f"{passed} of {len(found.checks)} passed")
         console.print(facts)
-    for check in found.checks:
-        if not check.passed:
-            console.print(Text(f"  failed: {check.name}: {check.message}", style="red"))
     if found.points:
         console.print(points_table(found.points))
     for problem in found.problems:

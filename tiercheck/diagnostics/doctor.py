@@ -188,7 +188,11 @@ async def diagnose(url: str, shown: str, distribution: str, place: Scratch, meas
     if measure_s > 0 and all(check.passed for check in checks):
         points = await measure_in_room(place, SIZES, (1,), 3, measure_s, usage)
     problems = [
-        *(Problem(f"{check.name}: {check.message}", BROKEN_ADVICE) for check in checks if not check.passed),
+        *(
+            Problem(f"{check.name}: {check.message}", ADVICE.get(check.error, BROKEN_ADVICE))
+            for check in checks
+            if not check.passed
+        ),
         *cautions(driver.capabilities, usage, points),
     ]
     return Diagnosis(

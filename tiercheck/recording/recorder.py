@@ -486,7 +486,7 @@ class Recorder:
 
     def _hurry(self) -> None:
         """Training waits for the tiers, and says so again meanwhile."""
-        self._scheduler.start(_nudge(self._mover, HURRY_S))
+        self._scheduler.start(_nudge(self._mover, min(HURRY_S, self._config.deadline_s)))
 
 
 async def _nudge(mover: MoverHandle, hurry_s: float = 0.0) -> None:

@@ -101,24 +101,38 @@ class TierBackoff:
         self._tiers: dict[str, _OfTier] = {}
         self._pauses_s: list[float] = []
         """The longest that those who wait have use for."""
+        self._hurry = 0.0, RETRY.max_s
+        """Until when somebody waits who says so again and again, and the longest pause that helps."""
 
     @asynccontextmanager
     async def waited_for(self, deadline_s: float) -> AsyncIterator[None]:
         """A context in which somebody waits so long at most. A tier that comes back meanwhile is seen in time: pauses
         are a fraction of the deadline. Who only asks (0) changes nothing."""
-        pause_s = max(RETRY.first_s, deadline_s / TRIES_WAITED_FOR) if deadline_s > 0 else RETRY.max_s
+        pause_s = _pause_s(deadline_s) if deadline_s > 0 else RETRY.max_s
         self._pauses_s.append(pause_s)
-        for state in self._tiers.values():
-            for trouble in (*state.actions.values(), *([state.away] if state.away else ())):
-                trouble.hurry(_now() + pause_s)
+        self._shorten(pause_s)
         try:
             yield
         finally:
             self._pauses_s.remove(pause_s)
 
+    def hurry(self, seconds: float) -> None:
+        """The same for the next ``seconds``: somebody waits who calls this again and again."""
+        if seconds > 0:
+            until, pause_s = self._hurry if _now() < self._hurry[0] else (0.0, RETRY.max_s)
+            self._hurry = max(until, _now() + seconds), min(pause_s, _pause_s(seconds))
+            self._shorten(_pause_s(seconds))
+
+    def _shorten(self, pause_s: float) -> None:
+        """Whatever pauses now goes on in so long at most."""
+        for state in self._tiers.values():
+            for trouble in (*state.actions.values(), *([state.away] if state.away else ())):
+                trouble.hurry(_now() + pause_s)
+
     @property
     def _pause_max_s(self) -> float:
-        return min([RETRY.max_s, *self._pauses_s])
+        until, pause_s = self._hurry
+        return min([RETRY.max_s, *self._pauses_s, *([pause_s] if _now() < until else ())])
 
     @property
     def errors(self) -> dict[str, str]:
@@ -227,6 +241,11 @@ def _raised_at(error: Exception) -> tuple[str, int]:
 def _what(name: tuple[str, str]) -> str:
     kind, key = name
     return f"{kind} {key}" if key else kind
+
+
+def _pause_s(waits_s: float) -> float:
+    """The longest pause that helps somebody who waits so long at most."""
+    return max(RETRY.first_s, waits_s / TRIES_WAITED_FOR)
 
 
 def _now() -> float:

@@ -105,7 +105,7 @@ class MoverHandle(Protocol):
 
     def nudge(self, *, hurry_s: float = 0.0) -> None:
         """Something changed: look soon. ``hurry_s``: somebody waits for the tiers, so that for so many seconds no pace
-        need hold a copy back; :data:`HURRY_S_MAX` at most."""
+        need hold a copy back, and what has failed is tried again after short pauses; :data:`HURRY_S_MAX` at most."""
         ...
 
     def leave(self, due: Sequence[int]) -> None:

@@ -141,6 +141,7 @@ class Mover:
     def nudge(self, *, hurry_s: float = 0.0) -> None:
         """As of :class:`MoverHandle`."""
         self._pacer.hurry(hurry_s)
+        self._attempts.hurry(hurry_s)
         self._nudge(self._idle)
 
     async def run(self) -> None:

@@ -33,12 +33,14 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check. ``message`` says what was seen, or what went wrong."""
+    """The outcome of one check. ``message`` says what was seen, or what went wrong. ``error``: the class of the tier's
+    error that ended it; a tier that is full or away breaks no word."""
 
     name: str
     passed: bool
     message: str
     seconds: float
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ async def check_tier(scratch: Scratch, second: TierDriver, *, check_s: float = C
 async def run(
     name: str, check: Callable[[CheckContext], Awaitable[str]], context: CheckContext, check_s: float
 ) -> Check:
-    began = time.monotonic()
+    began, kind = time.monotonic(), ""
     try:
         async with asyncio.timeout(check_s):
             message = await check(context)
@@ -264,9 +266,10 @@ async def run(
     except TimeoutError:
         passed, message = False, f"not done within {check_s:.0f} s"
     except TierCheckError as error:
-        passed, message = False, f"{type(error).__name__}: {error}"
+        kind = type(error).__name__
+        passed, message = False, f"{kind}: {error}"
     except Exception as error:  # noqa: BLE001  (a foreign exception at the driver's edge is what is reported)
         passed, message = False, f"a foreign {type(error).__name__} reached the caller: {error}"
     else:
         passed = True
-    return Check(name, passed, message, time.monotonic() - began)
+    return Check(name, passed, message, time.monotonic() - began, kind)

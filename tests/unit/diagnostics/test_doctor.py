@@ -142,7 +142,9 @@ async def test_a_tier_that_is_too_small_says_so(name: str) -> None:
     assert failed
     assert "CapacityExceeded" in failed[0].message
     assert not found.healthy
-    assert found.points == (), "a tier that breaks its word is not worth measuring"
+    advice = {problem.advice for problem in found.problems if problem.what.startswith(failed[0].name)}
+    assert advice == {"make room, or ask for less in the URL"}, "it breaks no word"
+    assert found.points == (), "a tier that fails a check is not worth measuring"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,12 @@ async def test_pauses_are_short_while_somebody_waits(store: Store, clock: Clock)
     await pause_s()
     async with store.attempts.waited_for(0.0):
         assert await pause_s() == pytest.approx(30, abs=0.3), "who only asks does not wait"
+    store.attempts.hurry(8.0)
+    assert [await pause_s() for _ in range(7)] == pytest.approx([1] * 7, abs=0.3), (
+        "who says again and again that he waits"
+    )
+    clock.ahead_s += 2.0
+    assert await store.look("base") == ["base"]
     assert await pause_s() == pytest.approx(30, abs=0.3)
 
 

@@ -131,7 +131,9 @@ class RemoteMover:
                     return  # the agent has forgotten the job, as it was told
                 level = logging.WARNING if AGENT not in self._status.errors else logging.DEBUG
                 log.log(level, "the agent cannot be reached: %s; trying again", error)
-                self._status = replace(self._status, idle=False, errors={**self._status.errors, AGENT: str(error)})
+                errors = {**self._status.errors, AGENT: str(error)}
+                # What it said last of whom it waits for may be long over.
+                self._status = replace(self._status, idle=False, held_up_by="", errors=errors)
                 await asyncio.sleep(REFRESH_S)
         if self._conflict is not None:
             log.error("%s", self._conflict)

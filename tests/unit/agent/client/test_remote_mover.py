@@ -1,0 +1,38 @@
+"""What a trainer says of its mover in the agent."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+from tests.unit.agent.server.test_service import until
+from tiercheck.agent.client.client import AgentClient
+from tiercheck.agent.client.remote_mover import RemoteMover
+from tiercheck.agent.protocol.messages import JobRequest, RankReply
+from tiercheck.errors import Transient
+from tiercheck.replication.handle import MoverStatus
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.tiers.driver import TierDriver
+
+
+async def test_a_wait_blames_the_agent_that_is_gone_and_not_whom_it_waited_for() -> None:
+    answers = asyncio.Event()
+    answers.set()
+
+    class Client:
+        async def request(self, request: JobRequest, reply: type[RankReply]) -> RankReply:
+            if not answers.is_set():
+                raise Transient("connection refused")
+            return reply(MoverStatus(held_up_by="rank 0 has not passed base 20"))
+
+    job = cast(ReplicationJob, SimpleNamespace(namespace="run", rank=1, generation=1))
+    mover = RemoteMover(cast(AgentClient, Client()), cast(TierDriver, None), job)
+    await mover.cycle()
+    assert mover.status.holds_up == "rank 0 has not passed base 20"
+    answers.clear()
+    running = asyncio.create_task(mover.run())
+    await until(lambda: mover.status.holds_up == "agent: connection refused", "the agent's trouble")
+    answers.set()
+    await until(lambda: mover.status.holds_up == "rank 0 has not passed base 20", "its answer")
+    running.cancel()
