@@ -71,7 +71,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         on_lost_stage: LostStage | None = None,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
-            raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
+            tiers = hierarchy if isinstance(hierarchy, list | tuple) else [hierarchy]
+            such_as = f"Hierarchy.of({', '.join(map(repr, tiers))})"
+            raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as {such_as}")
         refuse_other_kind("config", config, CheckpointConfig)
         refuse_other_kind("request", request, Request)
         refuse_other_kind("loading", loading, Loading)

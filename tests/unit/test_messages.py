@@ -34,6 +34,8 @@ def test_a_url_instead_of_a_hierarchy() -> None:
     job = Job()
     with pytest.raises(ConfigurationError, match=r"must be a Hierarchy, such as Hierarchy.of\('shm://x'\)"):
         attach(job.model, job.optimizer, "shm://x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"such as Hierarchy.of\('shm://x', 'nvme:///x'\)"):
+        attach(job.model, job.optimizer, ["shm://x", "nvme:///x"])  # type: ignore[arg-type]
 
 
 def test_values_of_the_wrong_type() -> None:
