@@ -49,7 +49,7 @@ _ERRORS: dict[int, tuple[type[TierError], str]] = {
     errno.EPERM: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
     errno.EROFS: (
         Unauthorized,
-        "the file system is mounted read-only; mount it for writing, or bring what it holds elsewhere ('tiercheck copy')",
+        "the file system is mounted read-only; mount it for writing, or bring what it holds elsewhere (tiercheck copy)",
     ),
     errno.ELOOP: (Unauthorized, "a symbolic link stands where an object, or a directory above it, should; remove it"),
     errno.ENOLCK: (Unsupported, "the file system takes no locks (flock); mount it with them, or choose another"),
