@@ -293,14 +293,6 @@ def test_a_full_first_tier_raises_or_is_survived_as_the_user_chose(name: str) ->
     after.checkpointer.close()
 
 
-def test_a_step_with_a_closure_is_refused(hierarchy: Hierarchy) -> None:
-    job = Job()
-    job.attach(hierarchy)
-    with pytest.raises(UnsupportedSetup, match="closure"):
-        job.optimizer.step(lambda: torch.zeros(()))
-    job.checkpointer.abort()
-
-
 def test_parameters_added_after_attach_are_refused(hierarchy: Hierarchy) -> None:
     job = Job()
     job.attach(hierarchy)

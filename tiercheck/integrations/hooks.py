@@ -42,21 +42,30 @@ _warnings: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = w
 
 T = TypeVar("T")
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a step: the optimizer comes first."""
+Before = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""May return other arguments."""
+
+
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+"""Of what torch wraps the ``step`` of each class of optimizers in, to call the hooks."""
 
 
 class StepHooks:
     """Two hooks around the optimizer's step. ``before`` is the last pre-hook that runs, ``after`` the first post-hook.
 
     If another hook ran in between, its changes would be in no record. torch runs hooks in the order in which they were
-    registered, and has no public way to change that order.
+    registered, and has no public way to change that order. It runs them once more if a class's ``step`` calls that of
+    its base class: the outermost step is the one that a replay makes.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Before, after: Hook) -> None:
         if (warning := _warnings.pop(optimizer, None)) is not None:
             warning.remove()
         self._optimizer = optimizer
-        self._before = optimizer.register_step_pre_hook(uncompiled(before))
-        self._after = optimizer.register_step_post_hook(uncompiled(after))
+        self._before = optimizer.register_step_pre_hook(uncompiled(outermost(before)))
+        self._after = optimizer.register_step_post_hook(uncompiled(outermost(after)))
         self._befores = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._afters = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
         self.stand_next_to_the_step()
@@ -92,6 +101,19 @@ class StepHooks:
             )
 
         handle = _warnings[self._optimizer] = self._optimizer.register_step_pre_hook(uncompiled(warn))
+
+
+def outermost(hook: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], T]) -> Callable[..., T | None]:
+    """The hook, which is not called for a step within a step of the same optimizer."""
+
+    def called(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T | None:
+        steps, frame = 0, inspect.currentframe()
+        while frame is not None:
+            steps += frame.f_code is _CALLS_HOOKS and frame.f_locals["self"] is optimizer
+            frame = frame.f_back
+        return hook(optimizer, args, kwargs) if steps < 2 else None
+
+    return called
 
 
 def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:

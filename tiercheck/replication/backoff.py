@@ -132,7 +132,7 @@ class TierBackoff:
     @property
     def _pause_max_s(self) -> float:
         until, pause_s = self._hurry
-        return min([RETRY.max_s, *self._pauses_s, *([pause_s] if _now() < until else ())])
+        return min([RETRY.max_s if _now() >= until else pause_s, *self._pauses_s])
 
     @property
     def errors(self) -> dict[str, str]:

@@ -36,6 +36,7 @@ from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scale
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
+from tiercheck.integrations.torch.closure import Closure
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.torch.replicated import DataParallel
 from tiercheck.integrations.wrapped import bare_optimizer
@@ -166,6 +167,8 @@ class _Hooks:
         self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
+        self._closure: Closure | None = None
+        """Of the step that runs, or ran last."""
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
         self._modules = frozenset(model.modules())
         called = frozenset(called_modules(model))
@@ -200,14 +203,23 @@ class _Hooks:
         remove(self._part_hooks)
         self.provider.beside.let_go()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Returns the step's arguments, if they are to be others."""
         if self._checkpointer is None or self._iterations is None:
-            return  # a step that is replayed
-        if any(each is not None for each in (*args[1:], *kwargs.values())):
-            raise UnsupportedSetup(
-                "optimizer.step(closure) computes gradients inside the step, where they cannot be seen; supported is "
-                "loss.backward() followed by optimizer.step()"
-            )
+            return None  # a step that is replayed
+        self._step_hooks.check()
+        self._closure = Closure.of(optimizer, args, kwargs, lambda: self._take_gradients(optimizer))
+        if self._closure is not None:
+            return self._closure.instead(args, kwargs)
+        self._take_gradients(optimizer)
+        return None
+
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """They are those of the step that comes now."""
+        assert self._checkpointer is not None
+        assert self._iterations is not None
         if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
             raise UnsupportedSetup(
                 "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
@@ -215,7 +227,6 @@ class _Hooks:
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         refuse_forgotten_scaler(self.provider.beside)
-        self._step_hooks.check()
         self._iterations.over()
         gradients = self.provider.gradients()
         if self._owned is not None:
@@ -225,6 +236,8 @@ class _Hooks:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is not None and self._iterations is not None:
+            if self._closure is not None:
+                self._closure.check_called()
             if self._owned is not None:
                 self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)

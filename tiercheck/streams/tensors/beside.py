@@ -86,6 +86,11 @@ class Beside:
         """Those of them that the loop has used between the end of the iteration before and then."""
         self._unsure: dict[str, Any] = {}
         """The others, as they were at the end of the iteration before."""
+        self._loaded: dict[str, Any] = {}
+        """What was put back of what is drawn from."""
+        self._restored: dict[str, Any] | None = None
+        """Until training begins, what the version restored says of what is drawn from, and when. The generation's first
+        base holds it: a loader may not say it before it has given a batch, and nobody has seen a forward pass yet."""
         self._warned = False
         self._new: tuple[str, ...] = ()
         """What was attached now, and not when the version restored was saved."""
@@ -107,7 +112,7 @@ class Beside:
     def end_of_step(self) -> None:
         """The optimizer has stepped: keep what the next batch will be drawn from."""
         self._at_step = self._drawn()
-        self._at_forward, self._doubts = None, Doubts()
+        self._at_forward, self._restored, self._doubts = None, None, Doubts()
 
     def end_of_iteration(self, end: End) -> None:
         """The iteration is over, and ``end`` says who tells."""
@@ -154,6 +159,7 @@ class Beside:
         elif self._ended is not None:
             now = random_state()
             self._quiet = (*self._quiet, frozenset(now) - differing(self._ended, now))[-2:]
+        self._restored = None
         self._ended = None  # what a process draws while it starts is no habit of its loop
 
     def _first_forward(self) -> None:
@@ -184,8 +190,8 @@ class Beside:
     def host_state(self) -> dict[str, Any]:
         """Errors: ``UnsupportedSetup`` for what no shard can hold."""
         drawn = self._at_step or self._drawn()
-        state = {"after_step": _states(self._after), **drawn, "next": self._next(drawn["random"])}
-        return self._doubts.saved_in(state)
+        found = self._restored or {**drawn, "next": self._next(drawn["random"])}
+        return self._doubts.saved_in({"after_step": _states(self._after), **found})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned. What the checkpoint does not know begins as it is, and
@@ -200,6 +206,7 @@ class Beside:
             )
         for name in here.keys() & saved.keys():
             here[name].load_state_dict(from_storable(saved[name]))
+        self._loaded = {name: saved[name] for name in self._drawn_from if name in saved}
         self._new = tuple(sorted(here.keys() - saved.keys()))
 
     def step(self, name: str) -> None:
@@ -222,6 +229,12 @@ class Beside:
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
         self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
+        others = {name: each for name, each in self._drawn_from.items() if name not in self._loaded}
+        self._restored = {
+            "random": generators,
+            "stateful": {**_states(others), **self._loaded},
+            "next": {"quiet": following["quiet"], "used": following_used},
+        }
         self._ended = None
         self._quiet = ()
 

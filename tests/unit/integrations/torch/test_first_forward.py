@@ -50,6 +50,10 @@ class Shuffled(Sampler[int]):
         return len(self.order)
 
 
+class Failed(Exception):
+    """In an iteration, before its step."""
+
+
 class Run:
     """Epochs over a torch ``DataLoader``, which draws a seed whenever it is iterated over; a model with dropout."""
 
@@ -63,6 +67,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.workers, self.says_end, self.noise, self.validates = workers, says_end, noise, validates
         self.checkpointer: Checkpointer | None = None
+        self.fails = False
         self.losses: dict[int, str] = {}
 
     def attach(self, url: str) -> Checkpointer:
@@ -89,6 +94,8 @@ class Run:
         self.losses[version] = loss.item().hex()
         self.optimizer.zero_grad()
         loss.backward()
+        if self.fails:
+            raise Failed
         self.optimizer.step()
         if self.validates and version % 4 == 0:
             self.model.eval()
@@ -98,13 +105,23 @@ class Run:
             self.checkpointer.end_iteration()
 
 
-def resumed(failed_at: int, *, last: int = LAST, kind: type[Run] = Run, **options: Any) -> tuple[Run, Run]:
-    """A run that failed and was resumed, with the losses of both its lives; and one that did not fail."""
+def resumed(
+    failed_at: int, *, last: int = LAST, kind: type[Run] = Run, starts: int = 0, **options: Any
+) -> tuple[Run, Run]:
+    """A run that failed and was resumed, with the losses of both its lives; and one that did not fail. ``starts``: so
+    many resumed it before, and failed in their first iteration."""
     url = memory()
     before = kind(**options)
     before.attach(url)
     before.train(failed_at)
     before.checkpointer.abort()  # type: ignore[union-attr]
+    for _ in range(starts):
+        between = kind(**options)
+        checkpointer = between.attach(url)
+        between.fails = True
+        with pytest.raises(Failed):
+            between.train(last)
+        checkpointer.abort()
     after = kind(**options)
     checkpointer = after.attach(url)
     assert checkpointer.version == (failed_at if before.says_end else failed_at - 1)
@@ -135,6 +152,15 @@ def test_a_loader_made_after_attach_does_not_change_what_is_drawn(
     failed_at: int, validates: bool, says_end: bool
 ) -> None:
     after, reference = resumed(failed_at, says_end=says_end, validates=validates)
+    assert after.losses == reference.losses
+
+
+@pytest.mark.parametrize("says_end", [True, False])
+@pytest.mark.parametrize("failed_at", [3, 7])
+@pytest.mark.parametrize("starts", [1, 2])
+def test_nor_do_starts_that_failed_before_a_step(starts: int, failed_at: int, says_end: bool) -> None:
+    """What is known of the generators is in the base that each start opens with."""
+    after, reference = resumed(failed_at, starts=starts, says_end=says_end)
     assert after.losses == reference.losses
 
 
