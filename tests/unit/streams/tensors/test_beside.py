@@ -57,6 +57,43 @@ def test_what_is_no_longer_attached_is_not_lost_in_silence() -> None:
         Training().attach(hierarchy)
 
 
+class Loader(Counter):
+    """Does not say what it was given before it has given a batch itself, as some do."""
+
+    given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value} if self.given is None else {"value": -1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+    def draw(self) -> None:
+        self.value, self.given = (self.value if self.given is None else self.given["value"]) + 1, None
+
+
+def test_what_a_loader_was_given_is_known_to_the_start_after_one_that_failed_before_a_step() -> None:
+    hierarchy = Hierarchy.of(memory())
+    training, loader = Training(), Loader()
+    checkpointer = training.attach(hierarchy, stateful={"loader": loader})
+    loader.draw()
+    training.step(1)
+    checkpointer.flush()
+    checkpointer.abort()
+    for _ in range(2):
+        loader = Loader()
+        Training().attach(hierarchy, stateful={"loader": loader}).abort()
+        assert loader.given == {"value": 1}
+    training, loader = Training(), Loader()
+    checkpointer = training.attach(hierarchy, stateful={"loader": loader})
+    loader.draw()
+    training.step(2)
+    checkpointer.abort()
+    after = Loader()
+    Training().attach(hierarchy, stateful={"loader": after}).abort()
+    assert after.given == {"value": 2}, "training has begun: the loader speaks for itself"
+
+
 class WithoutState:
     """As Accelerate's loader: what it asks for its state may have none."""
 
