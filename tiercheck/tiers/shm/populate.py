@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 
-__all__ = ["MADV_POPULATE_WRITE", "populate_to_read", "populate_to_write"]
+__all__ = ["populate_to_read", "populate_to_write"]
 
 # The standard library does not name them.
 MADV_POPULATE_READ = 22
@@ -18,7 +18,7 @@ MADV_POPULATE_WRITE = 23
 _IS_PRESENT = 1 << 63
 """Of an entry in /proc/PID/pagemap (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
 
-_madvise = ctypes.CDLL(None).madvise
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise() holds Python's lock meanwhile
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -30,9 +30,9 @@ def populate_to_read(address: int, nbytes: int) -> None:
         _madvise(start, address + nbytes - start, MADV_POPULATE_READ)
 
 
-def populate_to_write(address: int, nbytes: int) -> None:
-    """``address``: of a page. Nothing is written."""
-    _madvise(address, nbytes, MADV_POPULATE_WRITE)
+def populate_to_write(address: int, nbytes: int) -> int:
+    """``address``: of a page. Nothing is written. Returns 0, or the number of the error."""
+    return ctypes.get_errno() if _madvise(address, nbytes, MADV_POPULATE_WRITE) else 0
 
 
 def _are_entered(*addresses: int) -> bool:
