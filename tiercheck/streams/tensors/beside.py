@@ -79,7 +79,8 @@ class Beside:
         self._ended: dict[str, Any] | None = None
         """The generators as the last version holds them."""
         self._quiet: tuple[frozenset[str], ...] = ()
-        """In each of the last two iterations seen, the generators that the loop did not use before its forward pass."""
+        """In each of the last two iterations seen, the generators that the loop did not use before its forward pass.
+        Here or in the process that saved what was restored."""
         self._wanted: dict[str, Any] = {}
         """After a recovery, the generators as they must be when the first forward pass begins, as far as known."""
         self._used: frozenset[str] = frozenset()
@@ -236,7 +237,7 @@ class Beside:
             "next": {"quiet": following["quiet"], "used": following_used},
         }
         self._ended = None
-        self._quiet = ()
+        self._quiet = (frozenset(following["quiet"]),)
 
     def _next(self, ended: Mapping[str, Any]) -> dict[str, Any]:
         """What is known of the generators when the next forward pass begins: which are as they are now, and what the

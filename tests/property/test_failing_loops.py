@@ -1,0 +1,150 @@
+"""Whatever loop trains, and wherever its processes fail, one after the other: every iteration has the bits of a run
+that did not fail."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.training import memory
+from tests.unit.integrations.torch.test_first_forward import EPOCH, Data, Run
+from tiercheck.config import CheckpointConfig
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach
+from tiercheck.types import Fidelity
+
+LAST = 14
+MOMENTS = ("before the forward pass", "after the forward pass", "after the step", "after validation", "at the end")
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+}
+
+
+class Fails(Exception):
+    """The process does, here."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How a loop is written, and how it saves."""
+
+    says_end: bool
+    validates: bool
+    closes: bool
+    """Gives the step a closure."""
+    scheduled: bool
+    optimizer: str
+    config: dict[str, Any]
+
+
+class Process(Run):
+    """From its start to where it fails."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(says_end=loop.says_end, validates=loop.validates)
+        self.loop = loop
+        self.optimizer = OPTIMIZERS[loop.optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20) if loop.scheduled else None
+        self.fails_at: tuple[int, str] | None = None
+
+    def start(self, url: str) -> int:
+        config = CheckpointConfig(deadline_s=30, bases="capture", **self.loop.config)
+        self.checkpointer = attach(
+            self.model, self.optimizer, Hierarchy.of(url), config=config, scheduler=self.scheduler
+        )
+        recovery = self.checkpointer.recovery
+        assert recovery is None or recovery.fidelity is Fidelity.EXACT
+        return self.checkpointer.version
+
+    def passes(self, version: int, moment: str) -> None:
+        if self.fails_at == (version, moment):
+            raise Fails
+
+    def iterate(self, batch: torch.Tensor, version: int) -> None:
+        self.model.train()
+        self.passes(version, MOMENTS[0])
+        loss = self.model(batch).pow(2).mean()
+        self.passes(version, MOMENTS[1])
+        self.optimizer.zero_grad()
+        if self.loop.closes:
+            self.optimizer.step(loss.backward)
+        else:
+            loss.backward()
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.losses[version] = loss.item().hex()
+        self.passes(version, MOMENTS[2])
+        if self.validates and version % 4 == 0:
+            self.model.eval()
+            for each in DataLoader(Data(), batch_size=5):
+                self.model(each)
+        self.passes(version, MOMENTS[3])
+        if self.checkpointer is not None and self.says_end:
+            self.checkpointer.end_iteration()
+        self.passes(version, MOMENTS[4])
+
+
+def is_known(loop: Loop, version: int, moment: str, *, first: bool) -> bool:
+    """Whether a version that failed there says where the generators go on. ADR 14 has the exceptions: a loop that says
+    where its iterations end, right behind an epoch; and in the job's first two iterations, before anybody has seen what
+    it does between them."""
+    if not loop.says_end:
+        return True
+    newest = version if moment == MOMENTS[4] else version - 1
+    return newest == 0 or (newest % EPOCH != 0 and (newest > 1 or not first))
+
+
+loops = st.builds(
+    Loop,
+    says_end=st.booleans(),
+    validates=st.booleans(),
+    closes=st.booleans(),
+    scheduled=st.booleans(),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    config=st.fixed_dictionaries(
+        {
+            "base_every": st.sampled_from([1, 2, 4, 7]),
+            "batch": st.integers(1, 3),
+            "codec": st.sampled_from(["exact", "exact+entropy"]),
+        }
+    ),
+)
+failures = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(MOMENTS)), min_size=1, max_size=6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(loops, failures)
+def test_every_iteration_has_the_bits_of_a_run_that_did_not_fail(loop: Loop, fails: list[tuple[int, str]]) -> None:
+    url, losses, seen = memory(), dict[int, str](), False
+    for ahead, moment in fails:
+        process = Process(loop)
+        done = process.start(url)
+        if done >= LAST - 1:
+            process.checkpointer.abort()  # type: ignore[union-attr]
+            break
+        version = min(done + ahead, LAST)
+        while not is_known(loop, version, moment, first=not seen):
+            version += 1
+        process.fails_at = version, moment
+        with suppress(Fails):
+            process.train(LAST)
+        process.checkpointer.abort()  # type: ignore[union-attr]
+        losses |= process.losses
+        seen = seen or version > 2
+    process = Process(loop)
+    process.start(url)
+    process.train(LAST)
+    process.checkpointer.abort()  # type: ignore[union-attr]
+    undisturbed = Process(loop)
+    undisturbed.train(LAST)
+    assert losses | process.losses == undisturbed.losses
