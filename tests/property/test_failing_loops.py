@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,9 @@ from tests.training import memory
 from tests.unit.integrations.torch.test_first_forward import EPOCH, Data, Run
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.torch import attach
+from tiercheck.integrations.torch import attaching as integration
 from tiercheck.types import Fidelity
 
 LAST = 14
@@ -38,6 +42,8 @@ class Loop:
     """How a loop is written, and how it saves."""
 
     says_end: bool
+    in_step: bool
+    """Its framework's step does everything, as DeepSpeed's, and the loop says where its iterations end all the same."""
     validates: bool
     closes: bool
     """Gives the step a closure."""
@@ -50,7 +56,7 @@ class Process(Run):
     """From its start to where it fails."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(says_end=loop.says_end, validates=loop.validates)
+        super().__init__(says_end=loop.says_end or loop.in_step, validates=loop.validates)
         self.loop = loop
         self.optimizer = OPTIMIZERS[loop.optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20) if loop.scheduled else None
@@ -58,9 +64,11 @@ class Process(Run):
 
     def start(self, url: str) -> int:
         config = CheckpointConfig(deadline_s=30, bases="capture", **self.loop.config)
-        self.checkpointer = attach(
-            self.model, self.optimizer, Hierarchy.of(url), config=config, scheduler=self.scheduler
-        )
+        iterations = partial(Iterations, in_step=self.loop.in_step)
+        with patch.object(integration, "Iterations", iterations):
+            self.checkpointer = attach(
+                self.model, self.optimizer, Hierarchy.of(url), config=config, scheduler=self.scheduler
+            )
         recovery = self.checkpointer.recovery
         assert recovery is None or recovery.fidelity is Fidelity.EXACT
         return self.checkpointer.version
@@ -95,18 +103,21 @@ class Process(Run):
 
 
 def is_known(loop: Loop, version: int, moment: str, *, first: bool) -> bool:
-    """Whether a version that failed there says where the generators go on. ADR 14 has the exceptions: a loop that says
-    where its iterations end, right behind an epoch; and in the job's first two iterations, before anybody has seen what
-    it does between them."""
-    if not loop.says_end:
+    """Whether what is saved when it fails there says where the generators go on. ADR 14 has the exceptions: a loop that
+    says where its iterations end, right behind an epoch; and in the job's first two iterations, before anybody has seen
+    what it does between them, and that it says so."""
+    if not loop.says_end and not loop.in_step:
         return True
     newest = version if moment == MOMENTS[4] else version - 1
-    return newest == 0 or (newest % EPOCH != 0 and (newest > 1 or not first))
+    if first and (newest == 1 or (newest == 0 and loop.in_step and moment in MOMENTS[2:])):
+        return False
+    return newest == 0 or newest % EPOCH != 0
 
 
 loops = st.builds(
     Loop,
     says_end=st.booleans(),
+    in_step=st.booleans(),
     validates=st.booleans(),
     closes=st.booleans(),
     scheduled=st.booleans(),

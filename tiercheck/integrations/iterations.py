@@ -39,9 +39,10 @@ class Provider(Protocol):
 class Iterations:
     """From the moments that an integration's hooks see to one rank's checkpointer.
 
-    ``in_step``: a version is published before the step returns, until something is seen to change after it. That suits
-    a framework whose step does everything, so that the loop has nothing left to do. ``meet``: called on every rank once
-    between two steps, when the iteration is said or seen to be over, before anything of it is published.
+    ``in_step``: a version is published before the step returns, until something is seen to change after it, here or by
+    the process whose version was restored. That suits a framework whose step does everything, so that the loop has
+    nothing left to do. ``meet``: called on every rank once between two steps, when the iteration is said or seen to be
+    over, before anything of it is published.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Iterations:
     ) -> None:
         self._provider = provider
         self._checkpointer = checkpointer
-        self._in_step = in_step
+        self._in_step = in_step and not provider.beside.later
         self._meet = meet
         self._is_to_meet = False
         """The optimizer has stepped since the last meeting."""
@@ -88,7 +89,7 @@ class Iterations:
             self._publish()
         elif self._in_step and self._ended:
             self._checkpointer.recapture()
-        self._in_step = False
+        self._publish_later()
 
     def forward(self) -> None:
         """A forward pass of training begins."""
@@ -123,9 +124,13 @@ class Iterations:
         self._provider.beside.publish_again()
         try:
             if self._checkpointer.recapture():
-                self._in_step = False  # the loop writes after the step
+                self._publish_later()  # the loop writes after the step
         finally:
             self._provider.published()
+
+    def _publish_later(self) -> None:
+        if self._in_step:
+            self._in_step, self._provider.beside.later = False, True
 
     def _publish(self) -> None:
         version, self._pending = self._pending, None

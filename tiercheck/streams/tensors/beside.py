@@ -87,6 +87,9 @@ class Beside:
         """Those of them that the loop has used between the end of the iteration before and then."""
         self._unsure: dict[str, Any] = {}
         """The others, as they were at the end of the iteration before."""
+        self.later = False
+        """Of a framework whose step does everything: versions are published behind it all the same, since the loop says
+        where its iterations end, or writes after the step. The next process begins like that."""
         self._loaded: dict[str, Any] = {}
         """What was put back of what is drawn from."""
         self._restored: dict[str, Any] | None = None
@@ -191,7 +194,7 @@ class Beside:
     def host_state(self) -> dict[str, Any]:
         """Errors: ``UnsupportedSetup`` for what no shard can hold."""
         drawn = self._at_step or self._drawn()
-        found = self._restored or {**drawn, "next": self._next(drawn["random"])}
+        found = self._restored or {**drawn, "next": {**self._next(drawn["random"]), **self._published_later()}}
         return self._doubts.saved_in({"after_step": _states(self._after), **found})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -226,6 +229,7 @@ class Beside:
         following_used = of_gpus_here(following["used"])
         restore_random_state(following_used)  # what is no state fails here, and not when training has begun
         restore_random_state(generators)
+        self.later = following.get("later") is True
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
@@ -234,7 +238,7 @@ class Beside:
         self._restored = {
             "random": generators,
             "stateful": {**_states(others), **self._loaded},
-            "next": {"quiet": following["quiet"], "used": following_used},
+            "next": {"quiet": following["quiet"], "used": following_used, **self._published_later()},
         }
         self._ended = None
         self._quiet = (frozenset(following["quiet"]),)
@@ -249,6 +253,9 @@ class Beside:
                 "used": {kind: self._at_forward[kind] for kind in sorted(used) if kind in self._at_forward},
             }
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
+
+    def _published_later(self) -> dict[str, bool]:
+        return {"later": True} if self.later else {}
 
     def _drawn(self) -> dict[str, Any]:
         return {"random": random_state(), "stateful": _states(self._drawn_from)}
