@@ -168,7 +168,7 @@ class _Hooks:
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
         self._closure: Closure | None = None
-        """Of the step that runs, or ran last."""
+        """Of the step that runs."""
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
         self._modules = frozenset(model.modules())
         called = frozenset(called_modules(model))
@@ -237,7 +237,8 @@ class _Hooks:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is not None and self._iterations is not None:
             if self._closure is not None:
-                self._closure.check_called()
+                closure, self._closure = self._closure, None  # it holds a batch
+                closure.check_called()
             if self._owned is not None:
                 self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)

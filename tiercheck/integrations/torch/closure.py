@@ -41,11 +41,11 @@ class Closure:
         replay has none."""
         if not (given := [each for each in (*args[1:], *kwargs.values()) if each is not None]):
             return None
-        name, parameter = list(inspect.signature(type(optimizer).step).parameters.items())[1]
-        compute = kwargs.get(name) if len(args) < 2 else args[1]
+        compute = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(compute) or len(given) > 1:
             raise UnsupportedSetup(f"optimizer.step() was given more than a closure, which a replay lacks; {SUPPORTED}")
-        if parameter.default is inspect.Parameter.empty:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise UnsupportedSetup(
                 f"{type(optimizer).__name__} cannot step without a closure, and calls it as often as it likes, so that "
                 f"no record leads from one step to the next; {SUPPORTED}"

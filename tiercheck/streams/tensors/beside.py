@@ -91,7 +91,7 @@ class Beside:
         """Of a framework whose step does everything: versions are published behind it all the same, since the loop says
         where its iterations end, or writes after the step. The next process begins like that."""
         self._loaded: dict[str, Any] = {}
-        """What was put back of what is drawn from."""
+        """What was put back last of what is drawn from, until :meth:`restore_generators`."""
         self._restored: dict[str, Any] | None = None
         """Until training begins, what the version restored says of what is drawn from, and when. The generation's first
         base holds it: a loader may not say it before it has given a batch, and nobody has seen a forward pass yet."""
@@ -193,8 +193,9 @@ class Beside:
 
     def host_state(self) -> dict[str, Any]:
         """Errors: ``UnsupportedSetup`` for what no shard can hold."""
-        drawn = self._at_step or self._drawn()
-        found = self._restored or {**drawn, "next": {**self._next(drawn["random"]), **self._published_later()}}
+        if (found := self._restored) is None:
+            drawn = self._at_step or self._drawn()
+            found = {**drawn, "next": {**self._next(drawn["random"]), **self._published_later()}}
         return self._doubts.saved_in({"after_step": _states(self._after), **found})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -240,6 +241,7 @@ class Beside:
             "stateful": {**_states(others), **self._loaded},
             "next": {"quiet": following["quiet"], "used": following_used, **self._published_later()},
         }
+        self._loaded = {}
         self._ended = None
         self._quiet = (frozenset(following["quiet"]),)
 

@@ -89,17 +89,19 @@ class Ascends(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_an_optimizer_that_moves_parameters_before_its_closure_gets_bases() -> None:
-    """Gradients alone do not lead to its versions."""
+def test_an_optimizer_that_moves_parameters_before_its_closure_is_called_approximate() -> None:
+    """Gradients alone do not lead to its versions: each gets a base. Nothing tells its write from a late one of the
+    loop's."""
     url = memory()
     before = Closed(Ascends)
     with life(before.attach(Hierarchy.of(url), bases="capture")):
         for version in range(1, 4):
             before.step(version)
-        assert before.checkpointer.stats.bases == 4  # type: ignore[union-attr]
     after = Closed(Ascends)
     with life(checkpointer := after.attach(Hierarchy.of(url))):
-        assert checkpointer.version == 3
+        assert checkpointer.recovery is not None
+        assert (checkpointer.version, checkpointer.recovery.replayed) == (3, 0)
+        assert checkpointer.recovery.fidelity is Fidelity.APPROXIMATE
         assert after.parameters() == before.states[3]
 
 
