@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,3 +94,30 @@ def test_a_step_after_the_end_is_told_once(ended: str, caplog: pytest.LogCapture
     training.step(again.version + 1)
     assert "saved nowhere" not in caplog.text, "it is attached again"
     again.abort()
+
+
+class Shrinks(torch.optim.AdamW):
+    """torch runs hooks for both: the step of this class, and that of its base class within it."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.99)
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_one_step() -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from here on its step has hooks of its own
+    url = memory()
+    training = Training(Shrinks)
+    checkpointer = training.attach(Hierarchy.of(url), bases="capture")
+    for version in range(1, 6):
+        training.step(version)
+    checkpointer.abort()
+    assert checkpointer.stats.bases == 1
+    after = Training(Shrinks)
+    resumed = after.attach(Hierarchy.of(url))
+    assert resumed.recovery is not None
+    assert (resumed.version, resumed.recovery.replayed, resumed.recovery.fidelity) == (5, 5, Fidelity.EXACT)
+    assert after.parameters() == training.states[5]
+    resumed.abort()
