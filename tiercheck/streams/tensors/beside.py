@@ -93,8 +93,9 @@ class Beside:
         self._loaded: dict[str, Any] = {}
         """What was put back last of what is drawn from, until :meth:`restore_generators`."""
         self._restored: dict[str, Any] | None = None
-        """Until training begins, what the version restored says of what is drawn from, and when. The generation's first
-        base holds it: a loader may not say it before it has given a batch, and nobody has seen a forward pass yet."""
+        """Until training begins, or somebody draws, what the version restored says of what is drawn from, and when. The
+        generation's first base holds it: a loader may not say it before it has given a batch, and nobody has seen a
+        forward pass yet."""
         self._warned = False
         self._new: tuple[str, ...] = ()
         """What was attached now, and not when the version restored was saved."""
@@ -193,7 +194,8 @@ class Beside:
 
     def host_state(self) -> dict[str, Any]:
         """Errors: ``UnsupportedSetup`` for what no shard can hold."""
-        if (found := self._restored) is None:
+        found = self._restored
+        if found is None or differing(found["random"], random_state()):
             drawn = self._at_step or self._drawn()
             found = {**drawn, "next": {**self._next(drawn["random"]), **self._published_later()}}
         return self._doubts.saved_in({"after_step": _states(self._after), **found})
