@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.training import memory
-from tests.unit.integrations.torch.test_first_forward import EPOCH, Data, Run
+from tests.unit.integrations.torch.test_first_forward import EPOCH, MOMENTS, Failed, Run
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.iterations import Iterations
@@ -24,17 +24,12 @@ from tiercheck.integrations.torch import attaching as integration
 from tiercheck.types import Fidelity
 
 LAST = 14
-MOMENTS = ("before the forward pass", "after the forward pass", "after the step", "after validation", "at the end")
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
     "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
 }
-
-
-class Fails(Exception):
-    """The process does, here."""
 
 
 @dataclass(frozen=True)
@@ -60,46 +55,25 @@ class Process(Run):
         self.loop = loop
         self.optimizer = OPTIMIZERS[loop.optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20) if loop.scheduled else None
-        self.fails_at: tuple[int, str] | None = None
 
-    def start(self, url: str) -> int:
+    def start(self, url: str) -> Checkpointer:
         config = CheckpointConfig(deadline_s=30, bases="capture", **self.loop.config)
         iterations = partial(Iterations, in_step=self.loop.in_step)
         with patch.object(integration, "Iterations", iterations):
-            self.checkpointer = attach(
+            checkpointer = attach(
                 self.model, self.optimizer, Hierarchy.of(url), config=config, scheduler=self.scheduler
             )
-        recovery = self.checkpointer.recovery
-        assert recovery is None or recovery.fidelity is Fidelity.EXACT
-        return self.checkpointer.version
+        assert checkpointer.recovery is None or checkpointer.recovery.fidelity is Fidelity.EXACT
+        self.checkpointer = checkpointer
+        return checkpointer
 
-    def passes(self, version: int, moment: str) -> None:
-        if self.fails_at == (version, moment):
-            raise Fails
-
-    def iterate(self, batch: torch.Tensor, version: int) -> None:
-        self.model.train()
-        self.passes(version, MOMENTS[0])
-        loss = self.model(batch).pow(2).mean()
-        self.passes(version, MOMENTS[1])
-        self.optimizer.zero_grad()
+    def step(self, loss: torch.Tensor) -> None:
         if self.loop.closes:
             self.optimizer.step(loss.backward)
         else:
-            loss.backward()
-            self.optimizer.step()
+            super().step(loss)
         if self.scheduler is not None:
             self.scheduler.step()
-        self.losses[version] = loss.item().hex()
-        self.passes(version, MOMENTS[2])
-        if self.validates and version % 4 == 0:
-            self.model.eval()
-            for each in DataLoader(Data(), batch_size=5):
-                self.model(each)
-        self.passes(version, MOMENTS[3])
-        if self.checkpointer is not None and self.says_end:
-            self.checkpointer.end_iteration()
-        self.passes(version, MOMENTS[4])
 
 
 def is_known(loop: Loop, version: int, moment: str, *, first: bool) -> bool:
@@ -139,23 +113,23 @@ def test_every_iteration_has_the_bits_of_a_run_that_did_not_fail(loop: Loop, fai
     url, losses, seen = memory(), dict[int, str](), False
     for ahead, moment in fails:
         process = Process(loop)
-        done = process.start(url)
-        if done >= LAST - 1:
-            process.checkpointer.abort()  # type: ignore[union-attr]
+        checkpointer = process.start(url)
+        if checkpointer.version >= LAST - 1:
+            checkpointer.abort()
             break
-        version = min(done + ahead, LAST)
+        version = min(checkpointer.version + ahead, LAST)
         while not is_known(loop, version, moment, first=not seen):
             version += 1
         process.fails_at = version, moment
-        with suppress(Fails):
+        with suppress(Failed):
             process.train(LAST)
-        process.checkpointer.abort()  # type: ignore[union-attr]
+        checkpointer.abort()
         losses |= process.losses
         seen = seen or version > 2
     process = Process(loop)
-    process.start(url)
+    checkpointer = process.start(url)
     process.train(LAST)
-    process.checkpointer.abort()  # type: ignore[union-attr]
+    checkpointer.abort()
     undisturbed = Process(loop)
     undisturbed.train(LAST)
     assert losses | process.losses == undisturbed.losses

@@ -189,7 +189,9 @@ async def diagnose(url: str, shown: str, distribution: str, place: Scratch, meas
         points = await measure_in_room(place, SIZES, (1,), 3, measure_s, usage)
     problems = [
         *(
-            Problem(f"{check.name}: {check.message}", ADVICE.get(check.error, BROKEN_ADVICE))
+            Problem(
+                f"{check.name}: {check.message}", ADVICE[check.error] if check.error in NO_BREACH else BROKEN_ADVICE
+            )
             for check in checks
             if not check.passed
         ),
@@ -207,6 +209,8 @@ async def diagnose(url: str, shown: str, distribution: str, place: Scratch, meas
     )
 
 
+NO_BREACH = ("Unauthorized", "CapacityExceeded", "Transient")
+"""Errors of a tier that refuses, is full or is away. Any other one breaks its word, as ``NotFound`` of what was put."""
 BROKEN_ADVICE = (
     "do not keep checkpoints here: the tier breaks its driver's word. Run the kit for the whole picture: "
     "pytest --pyargs tiercheck.testing.certify --tiercheck-url=URL (of an empty tier)"

@@ -30,7 +30,7 @@ from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.stage import PipelineStage
 
-__all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached", "uncompiled"]
+__all__ = ["Arguments", "Hooks", "Replicating", "StepHooks", "attach_hooks", "attached", "uncompiled"]
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a step: the optimizer comes first."""
 Before = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None]
 """May return other arguments."""
-
 
 _CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 """Of what torch wraps the ``step`` of each class of optimizers in, to call the hooks."""

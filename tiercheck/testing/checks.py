@@ -34,7 +34,7 @@ class Broken(Exception):
 @dataclass(frozen=True)
 class Check:
     """The outcome of one check. ``message`` says what was seen, or what went wrong. ``error``: the class of the tier's
-    error that ended it; a tier that is full or away breaks no word."""
+    error that ended it, if one did."""
 
     name: str
     passed: bool

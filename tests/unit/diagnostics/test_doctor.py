@@ -186,6 +186,7 @@ async def test_secrets_are_not_shown(url: str) -> None:
             "round trip",
             "a foreign KeyError reached the caller",
         ),
+        ("    async def stat(self, key):\n        raise errors.NotFound('gone')", "round trip", "NotFound: gone"),
         (
             "    async def list(self, prefix=''):\n"
             "        found = [item async for item in super().list(prefix)]\n"

@@ -31,7 +31,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
+from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scaler, refuse_forgotten_scheduler
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
@@ -205,21 +205,26 @@ class _Hooks:
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> Arguments | None:
         """Returns the step's arguments, if they are to be others."""
-        if self._checkpointer is None or self._iterations is None:
+        checkpointer, iterations = self._checkpointer, self._iterations
+        if checkpointer is None or iterations is None:
             return None  # a step that is replayed
         self._step_hooks.check()
-        self._closure = Closure.of(optimizer, args, kwargs, lambda: self._take_gradients(optimizer))
+
+        def take() -> None:
+            self._take_gradients(optimizer, checkpointer, iterations)
+
+        self._closure = Closure.of(optimizer, args, kwargs, take)
         if self._closure is not None:
             return self._closure.instead(args, kwargs)
-        self._take_gradients(optimizer)
+        take()
         return None
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_gradients(
+        self, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer, iterations: Iterations
+    ) -> None:
         """They are those of the step that comes now."""
-        assert self._checkpointer is not None
-        assert self._iterations is not None
         if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
             raise UnsupportedSetup(
                 "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
@@ -227,12 +232,12 @@ class _Hooks:
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         refuse_forgotten_scaler(self.provider.beside)
-        self._iterations.over()
+        iterations.over()
         gradients = self.provider.gradients()
         if self._owned is not None:
             self._parallel.check_step()
             gradients = self._owned.before_step(gradients)
-        self._checkpointer.capture(self._checkpointer.version + 1, gradients)
+        checkpointer.capture(checkpointer.version + 1, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is not None and self._iterations is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.integrations.hooks import Arguments
 
 __all__ = ["Closure"]
 
@@ -52,7 +53,7 @@ class Closure:
             )
         return cls(compute, take)
 
-    def instead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def instead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of the step with this closure, in place of the given one."""
         if len(args) > 1:
             return (args[0], self, *args[2:]), kwargs

@@ -50,8 +50,12 @@ class Shuffled(Sampler[int]):
         return len(self.order)
 
 
+MOMENTS = ("before the forward pass", "after the forward pass", "after the step", "after validation", "at the end")
+"""Of an iteration."""
+
+
 class Failed(Exception):
-    """In an iteration, before its step."""
+    """The process has, in the middle of its loop."""
 
 
 class Run:
@@ -67,7 +71,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.workers, self.says_end, self.noise, self.validates = workers, says_end, noise, validates
         self.checkpointer: Checkpointer | None = None
-        self.fails = False
+        self.fails_at: tuple[int, str] | None = None
         self.losses: dict[int, str] = {}
 
     def attach(self, url: str) -> Checkpointer:
@@ -86,23 +90,33 @@ class Run:
                 if done == last:
                     break
 
+    def passes(self, version: int, moment: str) -> None:
+        if self.fails_at == (version, moment):
+            raise Failed
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+
     def iterate(self, batch: torch.Tensor, version: int) -> None:
         self.model.train()
         if self.noise:
             batch = batch + torch.randn_like(batch) + random.random()
+        self.passes(version, MOMENTS[0])
         loss = self.model(batch).pow(2).mean()
         self.losses[version] = loss.item().hex()
+        self.passes(version, MOMENTS[1])
         self.optimizer.zero_grad()
-        loss.backward()
-        if self.fails:
-            raise Failed
-        self.optimizer.step()
+        self.step(loss)
+        self.passes(version, MOMENTS[2])
         if self.validates and version % 4 == 0:
             self.model.eval()
             for each in DataLoader(Data(), batch_size=5):  # draws a seed, too
                 self.model(each)
+        self.passes(version, MOMENTS[3])
         if self.checkpointer is not None and self.says_end:
             self.checkpointer.end_iteration()
+        self.passes(version, MOMENTS[4])
 
 
 def resumed(
@@ -118,7 +132,7 @@ def resumed(
     for _ in range(starts):
         between = kind(**options)
         checkpointer = between.attach(url)
-        between.fails = True
+        between.fails_at = checkpointer.version + 1, MOMENTS[1]
         with pytest.raises(Failed):
             between.train(last)
         checkpointer.abort()
