@@ -176,18 +176,20 @@ async def check(node: Node, job: ReplicationJob, *, finished: bool) -> None:
             made = b"".join(bytes(part) for part in shard(base(FOLDED), NBYTES))
             assert bytes(await memory.get(str(base(FOLDED)))) == made
         assert newest == FOLDED or not finished
-    # Its own, so that what the others had mapped is not counted. A process that folds may still have to end.
+    # A process that folds ends after its agent has. What it has reserved is removed by whoever opens the tier then.
+    async with asyncio.timeout(MAKE_S_MAX):
+        while not await nothing_is_left_behind(job):  # noqa: ASYNC110  (a directory tells nobody)
+            await asyncio.sleep(0.05)
+
+
+async def nothing_is_left_behind(job: ReplicationJob) -> bool:
+    # A driver of its own, so that what the others had mapped is not counted.
     async with make_driver(job.namespace) as driver:
         assert isinstance(driver, ShmDriver)
-        async with asyncio.timeout(MAKE_S_MAX):
-            while not await nothing_is_left_behind(driver):  # noqa: ASYNC110  (a directory tells nobody)
-                await asyncio.sleep(0.05)
-
-
-async def nothing_is_left_behind(driver: ShmDriver) -> bool:
-    nbytes = sum([info.nbytes async for info in driver.list()])
-    reserved = list((driver.segments.root / ".tiercheck/tmp").iterdir())
-    return not reserved and (await driver.usage()).used_bytes == nbytes == driver.segments._accounting.read().charged
+        nbytes = sum([info.nbytes async for info in driver.list()])
+        reserved = list((driver.segments.root / ".tiercheck/tmp").iterdir())
+        charged = driver.segments._accounting.read().charged
+        return not reserved and (await driver.usage()).used_bytes == nbytes == charged
 
 
 def one_life(node: Node, name: str, number: int, counted: Path | None = None, *, agents: bool) -> bool:
