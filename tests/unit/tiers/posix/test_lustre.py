@@ -536,7 +536,8 @@ class TestMountsThatRemember:
     async def test_a_directory_is_opened_when_no_name_changes(
         self, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What is read ahead when it is opened would be old by the time the lock is had."""
+        """What is read ahead when it is opened would be old by the time the lock is had; and a server may take what it
+        has read for what there is, until the name changes again."""
         async with LustreDriver(root) as driver:
             await driver.put("v/a", [b"x"])
             held: list[bool] = []
@@ -553,6 +554,18 @@ class TestMountsThatRemember:
             monkeypatch.setattr(Beneath, "listed", opened)
             assert [info.key for info in await listed(driver)] == ["v/a"]
             assert held == [True, True]
+            for call in (
+                lambda: driver.put("v/a", [b"y"]),
+                lambda: driver.put("v/b", [b"y"], mode=PutMode.CREATE),
+                lambda: driver.stat("v/b"),
+                lambda: driver.get("v/b"),
+                lambda: driver.delete(["v/b"]),
+                driver.leftovers,
+                driver.usage,
+            ):
+                held.clear()
+                await call()
+                assert all(held)
 
     async def test_a_file_being_written_is_never_looked_at(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A mount that saw it half written would remember its size for a while after it is an object."""

@@ -7,6 +7,9 @@ deleted is so for every other one in its next call:
   and is waited for. Nothing relies on a lookup alone.
 - Names change under the lock, one at a time, and are looked up under it, shared: the servers of such file systems
   exchange a file's name and its attributes in more than one step.
+- A directory is opened under it, too, and listed to its end: a mount may read a directory ahead as soon as it is
+  opened, and what GlusterFS's server has read it remembers, also if a name has changed meanwhile. Every mount is shown
+  that until the name changes again.
 - A file being written lies in ``.tiercheck/tmp``, where nobody looks: else a mount that saw it half written would
   remember its size for a while after it is an object.
 """
@@ -18,7 +21,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from tiercheck.errors import Transient
@@ -48,6 +51,17 @@ class RememberingDirectory(SharedDirectory):
     def names_changing(self, mode: PutMode) -> AbstractContextManager[int]:
         del mode
         return self.locked()
+
+    def names_read(self) -> AbstractContextManager[int | None]:
+        return self._names_at_rest(False)
+
+    @contextmanager
+    def opened_to_sync(self, folder: str) -> Iterator[int]:
+        with ExitStack() as undo:
+            with self.names_read():
+                fd = undo.enter_context(self.beneath.listed(folder))
+                os.listdir(fd)  # noqa: PTH208  (a descriptor is no path)
+            yield fd
 
     def _names_at_rest(self, already: bool) -> AbstractContextManager[int | None]:
         return nullcontext() if already else self.locked(shared=True)
@@ -101,7 +115,7 @@ class RememberingDirectory(SharedDirectory):
     def entries(self, folder: str, start: str, locked: bool) -> list[Entry]:
         """With the status of each, once the mount agrees with the listing."""
         found = []
-        # Opened under the lock: a mount may read a directory ahead when it is opened, and show later what it read then.
+        # Opened under the lock, too: a mount that reads ahead may show later what it read then.
         with self._names_at_rest(locked), self.beneath.listed(folder) as fd:
             with os.scandir(fd) as listed:
                 inodes = {entry.name: entry.inode() for entry in listed if entry.name.startswith(start)}
@@ -164,10 +178,10 @@ def listed_status(folder: int, name: str, path: str) -> os.stat_result | None:
     Errors: ``FileNotFoundError`` for ``path``, if the name is not listed.
     """
     with os.scandir(folder) as entries:
-        inode = next((entry.inode() for entry in entries if entry.name == name), None)
-    if inode is None:
+        inodes = {entry.name: entry.inode() for entry in entries}  # to its end: see the module
+    if name not in inodes:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return agreed_status(folder, name, inode)
+    return agreed_status(folder, name, inodes[name])
 
 
 def agreed_status(folder: int, name: str, inode: int) -> os.stat_result | None:

@@ -95,6 +95,14 @@ class SharedDirectory(ObjectDirectory):
         """Held while a put changes a name."""
         return self.locked(shared=mode.kind != "update")
 
+    def names_read(self) -> AbstractContextManager[int | None]:
+        """Held from before a directory is opened until it has been listed to its end."""
+        return nullcontext()
+
+    def opened_to_sync(self, folder: str) -> AbstractContextManager[int]:
+        """A descriptor of a directory, to make its names durable. Errors: ``FileNotFoundError``."""
+        return self.beneath.listed(folder)
+
     def _names_at_rest(self, already: bool) -> AbstractContextManager[int | None]:
         # Exclusively, since those who change names hold it shared.
         return nullcontext() if already else self.locked()
@@ -188,7 +196,7 @@ class SharedDirectory(ObjectDirectory):
         Those above it once only, if the number of the directory's inode tells it from a later one of its name.
         """
         try:
-            with self.beneath.listed(folder) as fd:
+            with self.opened_to_sync(folder) as fd:
                 os.fsync(fd)
                 inode = os.fstat(fd).st_ino
         except FileNotFoundError:
@@ -263,7 +271,7 @@ class SharedDirectory(ObjectDirectory):
         above = f"{folder}/" if folder else ""
         found, folders = [], []
         try:
-            with self.beneath.listed(folder) as fd, os.scandir(fd) as entries:
+            with self.names_read(), self.beneath.listed(folder) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     if entry.name.startswith(TEMPORARY_PREFIX):
                         found.append(above + entry.name)
