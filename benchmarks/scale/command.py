@@ -32,6 +32,7 @@ from tiercheck.keys import MARKERS, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord
 from tiercheck.policy.watermark import Retention
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey, survey
 from tiercheck.recovery.finding.told import Told, packed_others
@@ -216,7 +217,7 @@ async def _recovery(world: int) -> list[Cost]:
         different = {each: msgspec.msgpack.decode(each, type=Told) for each, _ in answers}
         all_told, all_others = [different[each] for each, _ in answers], [beside for _, beside in answers]
         merged = Past(all_told, all_others, found.lineages, hierarchy.roles, "here")
-        merged.check()
+        refusals.check(merged)
         assert merged.version() == 2 * BASE_EVERY - 1
         merging = Cost("a recovery: where to meet", world, "a rank", 0, 0, 0, 0, time.process_time() - began)
         branch = Branch(PAST + 1, PAST, 2 * BASE_EVERY - 1, world, TOKEN)

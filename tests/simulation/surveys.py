@@ -12,6 +12,7 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan, plan
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.finding.told import Told
@@ -47,12 +48,12 @@ class Surveys(Movers):
         while True:
             self.ask_absent(found, best)
             if not checked:
-                found.past.check()
+                refusals.check(found.past)
                 checked = True
             version = found.past.version()
             if version is None:
                 found.points = None
-                found.past.check_nothing_is_lost(restart=False)
+                refusals.check_nothing_is_lost(found.past, restart=False)
                 return found
             lineage = found.past.lineage
             found.points = tuple(
@@ -90,7 +91,7 @@ class Surveys(Movers):
             ]
             found.past = Past.of(found.surveys, self.roles, "the tiers").after(dict(enumerate(self.told(found))))
         elif behind(version, best) or not past.covers(version):
-            raise past.cannot_ask(version)
+            raise refusals.cannot_ask(past, version)
 
     def reads(self, found: Found, index: int, point: RecoveryPoint) -> bool:
         """Whether the rank reads its way to the point, by whatever copies are whole."""

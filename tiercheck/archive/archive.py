@@ -25,6 +25,7 @@ from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
 from tiercheck.recovery.duration import Duration, duration, probe
+from tiercheck.recovery.finding import refusals
 from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.streams.state import ReplayRate
 
@@ -129,7 +130,7 @@ class Archive:
         without ``version`` also if a recovery would refuse what lies here.
         """
         if version is None and generation is None and self.inventory.branches:
-            self.inventory.past.check()
+            refusals.check(self.inventory.past)
         return self.inventory.at(version, generation=generation)
 
     def duration(self, chosen: Recoverable) -> Duration:

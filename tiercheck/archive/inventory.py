@@ -20,6 +20,7 @@ from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, plan
 from tiercheck.policy.recovery.spans import Span, spans_of, spans_text
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.stages.losses import made_before
@@ -215,7 +216,7 @@ class Inventory:
                 said.append(f"{tier.foreign} objects in {tier.name} are not TierCheck's: {named}")
         if self.branches or any(self.copies.values()):
             try:
-                self.past.check()
+                refusals.check(self.past)
             except TierCheckError as error:
                 said.append(str(error))
         return tuple(said)

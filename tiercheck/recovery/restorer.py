@@ -35,6 +35,7 @@ from tiercheck.policy.recovery.plan import (
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.recovery.attempts import Attempt, Nothing, Part, behind
 from tiercheck.recovery.duration import say_expected
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.emptied import refuse_emptied
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.finding.past import Past
@@ -144,8 +145,8 @@ class Restorer:
         if (made := await self._restored_without_lost(began)) is not None:  # of copies that were found damaged
             return made
         advice = OPTION if self.state.stage() is not None and lost_in(self._found) else ""
-        self._found.check_nothing_is_lost(
-            restart=self.restart, failed=self._unused, lacking=self._lacking, advice=advice
+        refusals.check_nothing_is_lost(
+            self._found, restart=self.restart, failed=self._unused, lacking=self._lacking, advice=advice
         )
         return Restored(None, self._found)
 
@@ -206,7 +207,7 @@ class Restorer:
         touched = False
         for _ in range(ROUNDS_MAX):
             version = await self._version(best)
-            self._found.check_form(version)
+            refusals.check_form(self._found, version)
             if self._turn is not None and version != self.request.version:
                 return None  # it may have been saved under another layout
             if version is None:
@@ -274,14 +275,14 @@ class Restorer:
             await self._turn_back()
             return
         await self._version(None)
-        self._found.check()
+        refusals.check(self._found)
 
     async def _turn_back(self) -> None:
         """Have that count which was asked for. Nothing may be missed that is left behind. Collective."""
         if self._found.away:
             await self._ask_absent()
         if self._found.away:
-            raise self._found.cannot_ask(self._found.version())
+            raise refusals.cannot_ask(self._found, self._found.version())
         roles = self.hierarchy.roles
         self._turn = await turn(self._found, self.request, self.ranks, self._own, roles, keeps=self.keeps)
         self._past = self._found.up_to(self._turn.lineage)
@@ -298,7 +299,7 @@ class Restorer:
             await self._ask_absent()
             version = self._found.version()
         if self._found.away and (behind(version, best) or not self._found.covers(version)):
-            raise self._found.cannot_ask(version)
+            raise refusals.cannot_ask(self._found, version)
         return version
 
     async def _ask_absent(self) -> None:

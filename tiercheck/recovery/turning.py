@@ -10,6 +10,7 @@ from tiercheck.policy.recovery.consensus import Reachable, Readable
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.request import Request, Turn, kept_after, newer
 from tiercheck.policy.recovery.spans import Span, contain, spans_text
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.ranks import Ranks
 
@@ -29,7 +30,7 @@ async def turn(
     """``own``: this rank's copies. ``keeps``: what is left behind is to stay in the tiers that all ranks share.
     Collective. Errors: ``RecoveryError`` for a version that cannot be reached, and if nothing would stay."""
     if not request.fresh:
-        past.check()
+        refusals.check(past)
     shared = {role.index for role in roles if role.shared}
 
     def tell() -> Reachable:

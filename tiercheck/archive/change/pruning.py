@@ -22,6 +22,7 @@ from tiercheck.policy.compose.retention import AnyKeep, Committed, Keep, KeepEve
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.policy.watermark import Retention
+from tiercheck.recovery.finding import refusals
 
 __all__ = ["prune", "retention_of", "verify_kept"]
 
@@ -69,7 +70,7 @@ def prune(inventory: Inventory, policy: RetentionPolicy, versions: Collection[in
         places = ", ".join(tier.url for tier in inventory.tiers)
         raise ConfigurationError(f"there is nothing to prune: no job has an object in {places}; check the URL")
     if inventory.branches:
-        inventory.past.check()
+        refusals.check(inventory.past)
     if missing := sorted(set(versions) - set(inventory.readable)):
         raise ConfigurationError(
             f"version {missing[0]} is to be kept, and cannot be read; there are {spans_text(inventory.spans)}"

@@ -29,6 +29,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.finding.told import Told
@@ -509,7 +510,7 @@ def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be
     assert version == last
     assert not past.in_memory(version), "its own memory is lost: the store is asked until the deadline"
     assert past.covers(version) is serves
-    assert "rank 0, tier s3: 503" in str(past.cannot_ask(version))
+    assert "rank 0, tier s3: 503" in str(refusals.cannot_ask(past, version))
 
 
 def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
@@ -552,7 +553,7 @@ def test_what_neighbours_kept_does_not_pass_over_a_newer_past_on_other_ranks_nod
     past = past_of([old[0], new[1]], [old[1], new[0]], branches=branches)
     assert past.version() == 4
     with pytest.raises(RecoveryError, match=r"versions up to 9 of every rank .* version 4 only .* up to 9 in shm"):
-        past.check()
+        refusals.check(past)
     past_of([old[0]], [old[1], new[0]], branches=branches).check()  # of rank 1 there is nothing newer anywhere
 
 
@@ -575,7 +576,7 @@ def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
     past = past.after({0: Told.of(left, ["shm", "peer"], 0, {Copy(0, base)})})
     assert past.version() is None
     with pytest.raises(RecoveryError, match="versions up to 6 were saved"):
-        past.check_nothing_is_lost(restart=False)
+        refusals.check_nothing_is_lost(past, restart=False)
 
 
 def test_other_nodes_are_asked_only_if_the_ranks_own_memory_does_not_lead_to_the_newest_version() -> None:
