@@ -74,6 +74,12 @@ class FileDriver(TierDriver):
         """That other nodes cannot read what is to outlive this one."""
         return self._doubts
 
+    def place_facts(self) -> dict[str, str]:
+        """``directory``: that opening has made it, and which ones above it. A path that is misspelt shows there."""
+        made = self.directory.made
+        above = f", with those above it from {made[0]} on" if len(made) > 1 else ""
+        return {"directory": f"was missing: made when the tier was opened{above}"} if made else {}
+
     def mapped_errors(self, key: str | None = None) -> AbstractContextManager[None]:
         """The driver's edge: inside, an ``OSError`` becomes the ``TierError`` it means."""
         return map_os_errors(self._url, key)

@@ -94,7 +94,8 @@ class LustreDriver(FileDriver):
         return cls(root, survives=survives, stripe_count=stripe_count, stripe_size=stripe_size, mount=mount)
 
     def facts(self) -> Mapping[str, str]:
-        """``file system``, ``striping``, ``locks``, ``names`` (whether mounts remember old ones), ``io``."""
+        """``directory`` (if opening has made it), ``file system``, ``striping``, ``locks``, ``names`` (whether mounts
+        remember old ones), ``io``."""
         facts = dict(self._facts)
         if self._unstriped:
             facts["striping"] += f"; lfs failed for {self._unstriped} of the objects put, which have the default"
@@ -111,7 +112,7 @@ class LustreDriver(FileDriver):
             raise Unsupported(
                 f"stripe_count and stripe_size cannot be had here: {obstacle}; leave them out, or mend that"
             )
-        self._facts = {
+        self._facts = self.place_facts() | {
             "file system": self._mount.type,
             "striping": f"none ({obstacle})" if obstacle else str(self._striper),
             "locks": "flock" if conditional_put else "none across nodes: puts know no conditions",

@@ -87,8 +87,8 @@ class NvmeDriver(FileDriver):
         return cls(root, survives=survives, io=io, block=block, depth=depth, mount=mount)
 
     def facts(self) -> Mapping[str, str]:
-        """``file system``: its type; ``locks``: whether puts know conditions; ``io``: ``direct 4 MiB x 4``, or
-        ``buffered`` and why."""
+        """``directory``: that opening has made it, if so; ``file system``: its type; ``locks``: whether puts know
+        conditions; ``io``: ``direct 4 MiB x 4``, or ``buffered`` and why."""
         return dict(self._facts)
 
     def prepare(self) -> None:
@@ -105,7 +105,7 @@ class NvmeDriver(FileDriver):
         else:
             self.directory.transfer = Sequential()
             transfers = f"buffered ({obstacle})"
-        self._facts = {
+        self._facts = self.place_facts() | {
             "file system": kind,
             "locks": "flock" if locks else "none across nodes, as far as is known: puts know no conditions",
             "io": transfers,

@@ -115,3 +115,14 @@ def test_a_job_goes_on_from_memory_while_its_store_is_not_mounted(
     after = Training()
     after.attach(tiers(memory(), url)).abort()
     assert after.parameters() == training.states[7]
+
+
+@pytest.mark.parametrize("scheme", ["nvme", "lustre"])
+async def test_a_directory_that_was_missing_is_told(tmp_path: Path, scheme: str) -> None:
+    """So that whoever asks the doctor sees that a path is misspelt."""
+    url = f"{scheme}://{tmp_path}/stroe/run?survives=node"
+    async with make_driver(url) as driver:
+        told = f"was missing: made when the tier was opened, with those above it from {tmp_path}/stroe on"
+        assert driver.facts()["directory"] == told
+    async with make_driver(url) as driver:
+        assert "directory" not in driver.facts()

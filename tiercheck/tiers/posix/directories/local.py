@@ -94,10 +94,12 @@ class ObjectDirectory:
         self.stamps = Stamps()
         self._links_told: set[str] = set()
         self._only_read = False
+        self.made: list[Path] = []
+        """The directories that opening has made, from the topmost down to the root."""
 
     def prepare(self) -> None:
         """Make the directories that are missing (0700), and remove what dead processes left in ``tmp``."""
-        make_place(self.beneath, durable=self.durable)
+        self.made = make_place(self.beneath, durable=self.durable)
         with self.locked() as lock_fd:
             self.stamps.fit(lock_fd)
             self.reclaim()

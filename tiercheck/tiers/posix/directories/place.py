@@ -20,8 +20,9 @@ IN_THE_WAY = {
 """What keeps a tier's directory from being made."""
 
 
-def make_place(beneath: Beneath, *, durable: bool) -> None:
-    """Make the root and the tier's own directories (0700); see that nobody else has them.
+def make_place(beneath: Beneath, *, durable: bool) -> list[Path]:
+    """Make the root and the tier's own directories (0700); see that nobody else has them. Returns those that were
+    missing, from the topmost down to the root.
 
     Errors: what the system says, with the path it is about; ``Unauthorized`` for directories that others may write.
     """
@@ -40,6 +41,7 @@ def make_place(beneath: Beneath, *, durable: bool) -> None:
         for folder in reversed(made):
             fsync_directory(folder.parent)
     check_owners(beneath, CONTROL)
+    return made
 
 
 def make_directory(path: Path) -> list[Path]:

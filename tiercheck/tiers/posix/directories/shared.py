@@ -70,7 +70,7 @@ class SharedDirectory(ObjectDirectory):
 
     def prepare(self) -> None:
         """Make the tier's own directory (0700), find out about locks, and remove what dead writers left."""
-        make_place(self.beneath, durable=True)
+        self.made = make_place(self.beneath, durable=True)
         self.locks = True
         try:
             with self.locked():
