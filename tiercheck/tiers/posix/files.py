@@ -39,8 +39,7 @@ _ERRORS: dict[int, tuple[type[TierError], str]] = {
     # A missing object is told apart where it is looked for; what else can be missing is the tier itself.
     errno.ENOENT: (
         TierError,
-        "the tier's own directory was removed while the tier was open, or its file system was unmounted; bring it "
-        "back, and start the job again",
+        "the tier's own directory was removed while the tier was open, or its file system was unmounted; bring it back",
     ),
     errno.ENOSPC: (CapacityExceeded, "the file system is full; free space, or choose a larger one"),
     errno.EDQUOT: (CapacityExceeded, "the disk quota is used up; free space, or have it raised"),
