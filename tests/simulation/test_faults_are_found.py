@@ -17,6 +17,7 @@ from tiercheck.policy.recovery.consensus import Reachable, RecoveryPoint, admitt
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Anew, Reach
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
+from tiercheck.recovery.finding import refusals
 from tiercheck.recovery.finding.past import Past
 
 SEEDS = range(15)
@@ -118,12 +119,12 @@ def test_a_generation_that_captured_nothing_cuts_its_parent_while_a_tier_is_away
 
 
 def test_a_past_on_other_nodes_is_taken_for_a_new_job(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Past, "check_nothing_is_lost", lambda self, **options: None)
+    monkeypatch.setattr(refusals, "check_nothing_is_lost", lambda past, **options: None)
     assert "taken for a new job" in finds("ranks on other nodes, no shared tier")
 
 
 def test_a_newer_past_on_other_nodes_is_passed_over(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Past, "_check_places", lambda self: None)
+    monkeypatch.setattr(refusals, "check_places", lambda past: None)
     assert "lies on other ranks' nodes" in finds("ranks on other nodes, no shared tier")
 
 

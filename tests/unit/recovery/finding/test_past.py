@@ -164,7 +164,7 @@ def test_a_damaged_record_that_nobody_needs_blocks_no_restart(cluster: Cluster, 
     cluster.run(7)
     for name, content in (("g000002", b"garbage"), ("g000005", seal(LineageKey(4), {}))):
         (cluster.root / "job" / "lineage" / name).write_bytes(content)
-    outcome = cluster.run(10)
+    outcome = cluster.run(10, flush_at=10)
     check(outcome, reference, 7)
     assert list(cluster.root.glob("r*/g000006")) and (cluster.root / "job" / "lineage" / "g000006").is_file()
 
@@ -554,7 +554,7 @@ def test_what_neighbours_kept_does_not_pass_over_a_newer_past_on_other_ranks_nod
     assert past.version() == 4
     with pytest.raises(RecoveryError, match=r"versions up to 9 of every rank .* version 4 only .* up to 9 in shm"):
         refusals.check(past)
-    past_of([old[0]], [old[1], new[0]], branches=branches).check()  # of rank 1 there is nothing newer anywhere
+    refusals.check(past_of([old[0]], [old[1], new[0]], branches=branches))  # of rank 1 there is nothing newer anywhere
 
 
 def test_a_generation_that_captured_nothing_cuts_nothing_off_while_a_tier_is_away() -> None:
