@@ -6,7 +6,6 @@ pasts no job goes on says :mod:`tiercheck.recovery.finding.refusals`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -19,8 +18,6 @@ from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.finding.told import Other, OwnedCopies, Told, packed_others, unpacked_others
 
 __all__ = ["Past"]
-
-log = logging.getLogger(__name__)
 
 AWAY_NAMED_MAX = 8
 
