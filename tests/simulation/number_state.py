@@ -135,7 +135,7 @@ class NumberStage:
     @property
     def place(self) -> StagePlace:
         layers = ((f"{self._state.rank}", (("weight", (SIZE,)),)),)
-        return StagePlace(self._state.rank, STAGES, 0, 1, layers, shares=False, scheduled=False, kept=("frozen",))
+        return StagePlace(self._state.rank, STAGES, 1, layers, tied=(), scheduled=False, kept=("frozen",))
 
     def index(self) -> LogicalIndex:
         tensor = LogicalTensor(f"{self._state.rank}.weight", "F32", (SIZE,), trained=True)

@@ -24,6 +24,9 @@ class AfterLoss:
         self.norms: GradientNorms | None = None
         """``None``: they are not measured."""
         self._raised: Mapping[str, Any] | None = None
+        """The factor, and the last version; ``None``: the rate is not raised."""
+        self._ends = False
+        """The step that runs is of that version."""
         self._before: list[Any] = []
         """By parameter group, the rate during a step that takes a raised one."""
 
@@ -34,7 +37,10 @@ class AfterLoss:
 
     def raise_rate(self, groups: Sequence[dict[str, Any]], version: int) -> None:
         """The step of ``version`` begins."""
-        if self._raised is None or version > self._raised["until"] or self._before:
+        if self._raised is None or self._before:
+            return
+        self._ends = version >= self._raised["until"]
+        if version > self._raised["until"]:
             return
         self._before = [group["lr"] for group in groups]
         for group in groups:
@@ -45,16 +51,17 @@ class AfterLoss:
         for group, rate in zip(groups, self._before, strict=False):
             group["lr"] = rate
         self._before = []
+        if self._ends:
+            self._raised, self._ends = None, False
 
-    def host_state(self, version: int) -> dict[str, Any]:
-        """As of the end of ``version``."""
+    def host_state(self) -> dict[str, Any]:
+        """As of the end of the last step."""
         found = {} if self.norms is None else self.norms.host_state()
-        raised = self._raised is not None and version < self._raised["until"]
-        return {**found, RAISED_RATE: self._raised} if raised else found
+        return found if self._raised is None else {**found, RAISED_RATE: self._raised}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned."""
         self._raised = state.get(RAISED_RATE)
-        self._before = []
+        self._before, self._ends = [], False
         if self.norms is not None:
             self.norms.restore(state)

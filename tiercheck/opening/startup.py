@@ -57,7 +57,7 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.restorer import Restorer
-from tiercheck.recovery.stages.making import stage_state
+from tiercheck.recovery.stages.places import StageTold, check_pipeline, stage_state, stage_told
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
@@ -185,10 +185,12 @@ class _Startup:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
         state, told = await ranks.exchange("looking at what is to be saved", self.look)
-        refuse_different([asked for _, asked, _, _ in told])
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _, _ in told).encode()))
-        sizes = [Sizes(*each) for _, _, each, _ in told]
-        bound = [each for _, _, _, each in told]
+        refuse_different([asked for _, asked, _, _, _ in told])
+        if stages := [each for *_, each in told if each is not None]:
+            check_pipeline(stages)
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _, _, _ in told).encode()))
+        sizes = [Sizes(*each) for _, _, each, _, _ in told]
+        bound = [each for _, _, _, each, _ in told]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
         opened, reasons = await ranks.exchange(
@@ -258,18 +260,19 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...], list[int]]]:
+    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...], list[int], StageTold | None]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
-        this one holds, what it asks for, and which processors it is bound to."""
+        this one holds, what it asks for, which processors it is bound to, and, if a lost one is to be made anew, which
+        stage it is."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
             self.trained.folding(certified=False)
-        asked = str(self.request)
+        asked, stage = str(self.request), None
         if self.on_lost_stage is not None:
-            stage_state(self.trained.stage())
+            stage = stage_told(stage_state(self.trained.stage()).place)
             asked = " and ".join(filter(None, (asked, f"on_lost_stage={self.on_lost_stage}")))
-        told = self.trained.layout(), asked, astuple(sizes_of(stream)), sorted(self.runtime.processors)
+        told = self.trained.layout(), asked, astuple(sizes_of(stream)), sorted(self.runtime.processors), stage
         return _State(stream, given), told
 
     def folding(

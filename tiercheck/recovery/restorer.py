@@ -51,7 +51,8 @@ from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.stages.losses import OPTION, lost_in, newest_of
-from tiercheck.recovery.stages.making import StageMaking, stage_state
+from tiercheck.recovery.stages.making import StageMaking
+from tiercheck.recovery.stages.places import stage_state
 from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity

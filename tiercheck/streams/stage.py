@@ -10,7 +10,7 @@ from tiercheck import schema
 from tiercheck.format.index.boxes import Copy
 from tiercheck.format.index.logical import LogicalIndex
 
-__all__ = ["STATE", "Moments", "StagePlace", "StageState", "state_name"]
+__all__ = ["STATE", "Moments", "StagePlace", "StageState", "parameter_name", "state_name"]
 
 STATE = "state/"
 
@@ -20,6 +20,11 @@ def state_name(stored: str, key: str) -> str:
     return f"{STATE}{key}/{stored}"
 
 
+def parameter_name(layer: str, name: str) -> str:
+    """The model's name of a parameter that is called ``name`` in its layer; empty if the layer is a parameter."""
+    return f"{layer}.{name}" if name else layer
+
+
 @schema.ready
 @dataclass(frozen=True)
 class StagePlace:
@@ -27,16 +32,14 @@ class StagePlace:
 
     stage: int
     stages: int
-    column: int
-    """Ranks of one column are one pipeline: data-parallel copies and tensor-parallel slices have columns of their own.
-    """
-    copies: int
-    """The ranks of the stage that hold the same elements of a master."""
+    copies: int | None
+    """How many ranks of the stage hold the same elements of a master; ``None``: all of them."""
     layers: tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
     """In their order in the pipeline: the layer's name, and its trained parameters with their shapes, by their names in
-    the layer. The model knows a parameter as the layer's name, a dot, and its name in the layer."""
-    shares: bool
-    """Whether other stages have trained parameters of the same names (tied layers)."""
+    the layer (:func:`parameter_name`)."""
+    tied: tuple[str, ...]
+    """Those of the layers that other stages may train too, under the same name. No two stages have another layer of the
+    same name, or the one could be taken for the other."""
     scheduled: bool
     """Whether a learning-rate schedule is attached."""
     kept: tuple[str, ...] = ()

@@ -29,10 +29,10 @@ def test_the_rate_is_raised_for_the_steps_alone_until_it_ends() -> None:
     after.restore(RAISED)
     assert stepped(after, groups, 3) == [0.1 * 1.5, 0.3 * 1.5]
     assert [group["lr"] for group in groups] == [0.1, 0.3], "to the bit, whatever the factor"
-    assert after.host_state(3) == RAISED, "a start in between goes on with it"
+    assert after.host_state() == RAISED, "a start in between goes on with it"
     groups[0]["lr"] = 0.2  # a schedule
     assert stepped(after, groups, 4) == [0.2 * 1.5, 0.3 * 1.5]
-    assert after.host_state(4) == {}
+    assert after.host_state() == {}
     assert stepped(after, groups, 5) == [0.2, 0.3]
     after.restore({})
     assert stepped(after, groups, 3) == [0.2, 0.3], "a version that knows nothing of it"
@@ -50,12 +50,12 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 def test_norms_are_measured_only_if_they_are_asked_for() -> None:
     after = AfterLoss()
     after.measure({"a": torch.ones(2)})
-    assert after.host_state(1) == {}
+    assert after.host_state() == {}
     after.norms = GradientNorms(["3"], {"a": [("3", 0, 2)]})
     after.measure({"a": torch.tensor([3.0, 4.0])})
-    state = after.host_state(1)
+    state = after.host_state()
     assert state == {"gradient_norms": {"3": 25.0}}
     again = AfterLoss()
     again.norms = GradientNorms(["3"], {})
     again.restore(state)
-    assert again.host_state(1) == state, "a start that takes no step saves them again"
+    assert again.host_state() == state, "a start that takes no step saves them again"

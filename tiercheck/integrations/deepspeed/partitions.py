@@ -282,7 +282,7 @@ class DeepSpeedProvider:
             "loss_scale": {name: value for name, value in vars(self._scaler()).items() if name in _LOSS_SCALE},
             "sampler_epoch": getattr(self._sampler(), "epoch", None),
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
-            **self.after_loss.host_state(counters["global_steps"]),
+            **self.after_loss.host_state(),
         }
 
     def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:

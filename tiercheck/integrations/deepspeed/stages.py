@@ -25,20 +25,18 @@ def stage_of(engine: object, layout: MasterLayout, tensors: ModuleTensors, besid
     """``None`` if the engine is no pipeline's."""
     if not isinstance(engine, PipelineEngine):
         return None
-    grid = engine.grid
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, parameter in named(layout, tensors):
         layer = layer_of(name)
         layers.setdefault(layer, {})[name.removeprefix(f"{layer}.")] = tuple(parameter.shape)
-    copies = grid.get_data_parallel_world_size() if engine.zero_optimization_stage() == 0 else 1
+    copies = engine.grid.get_data_parallel_world_size() if engine.zero_optimization_stage() == 0 else 1
     schedules = (each for each in beside.given() if isinstance(each, torch.optim.lr_scheduler.LRScheduler))
     return PipelineStage(
         stage=engine.stage_id,
         stages=engine.num_stages,
-        column=grid.get_data_parallel_rank() * grid.get_slice_parallel_world_size() + grid.get_slice_parallel_rank(),
         copies=copies,
         layers=dict(sorted(layers.items(), key=lambda each: place_of(each[0]))),
-        shares=any(layer.startswith(TIED) for layer in layers),
+        tied=[layer for layer in layers if layer.startswith(TIED)],
         scheduled=engine.lr_scheduler is not None or any(schedules),
     )
 

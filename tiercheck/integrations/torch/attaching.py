@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from tiercheck.checkpointer import Checkpointer
@@ -39,13 +40,16 @@ from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.closure import Closure
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.torch.replicated import DataParallel
+from tiercheck.integrations.torch.stages import norms_of, stage_of
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.lost_stage import LostStage
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside
 from tiercheck.streams.tensors.owned import OwnedProvider
+from tiercheck.streams.tensors.stage import PipelineStage
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
 
@@ -66,6 +70,8 @@ def attach(
     generation: int | None = None,
     fresh: bool = False,
     loading: Loading | None = None,
+    stage: tuple[int, int] | None = None,
+    on_lost_stage: LostStage | str | None = None,
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
@@ -82,6 +88,9 @@ def attach(
     ``loading`` says what may be done with a checkpoint of another model, which is refused otherwise, and where in the
     data each rank goes on if their number has changed (:class:`~tiercheck.streams.loading.Loading`). All ranks must
     give the same.
+    ``stage`` says that ``model`` is a stage of a pipeline: which one, from 0, and of how many. ``on_lost_stage``: what
+    is done if no copy of a stage is left, such as ``"neighbours"``; by default the start is refused. With it each
+    version also holds the norms of the gradients.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
     request = Request(version, generation, fresh)
@@ -93,8 +102,10 @@ def attach(
         )
     ranks = group or (TorchGroup() if distributed else SingleProcess())
     own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
+    lost = None if on_lost_stage is None else LostStage.of(on_lost_stage)
 
     made: list[_Hooks] = []
+    stages: list[PipelineStage] = []
 
     def hook() -> _Hooks:
         if clash := sorted(own.keys() & {*(stateful or {}), *(after_step or {})}):
@@ -105,10 +116,31 @@ def attach(
         refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
         provider = provider_for(model)(model, bare, beside=beside)
         provider.trains_on_compressed = config is not None and config.train_on_compressed
+        if stage is not None:
+            scheduled = scheduler is not None or any(isinstance(each, LRScheduler) for each in beside.given())
+            stages.append(stage_of(stage, model, bare, scheduled=scheduled))
+        elif lost is not None:
+            raise ConfigurationError(
+                "on_lost_stage is for pipelines: say which stage this rank is, and of how many, such as stage=(0, 4), "
+                "or leave it out"
+            )
+        if lost is not None:
+            provider.after_loss.norms = norms_of(model, bare)
         made.append(_Hooks(provider, model, bare, order, scheduler))
         return made[0]
 
-    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading, replicating=lambda: made[0])
+    return attach_hooks(
+        hook,
+        hierarchy,
+        ranks,
+        config,
+        policies,
+        request,
+        loading,
+        replicating=lambda: made[0],
+        stage=lambda: stages[0] if stages else None,
+        on_lost_stage=lost,
+    )
 
 
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:
@@ -234,16 +266,20 @@ class _Hooks:
         refuse_forgotten_scaler(self.provider.beside)
         iterations.over()
         gradients = self.provider.gradients()
+        self.provider.after_loss.measure(gradients)
         if self._owned is not None:
             self._parallel.check_step()
             gradients = self._owned.before_step(gradients)
-        checkpointer.capture(checkpointer.version + 1, gradients)
+        version = checkpointer.version + 1
+        self.provider.after_loss.raise_rate(optimizer.param_groups, version)
+        checkpointer.capture(version, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is not None and self._iterations is not None:
             if self._closure is not None:
                 closure, self._closure = self._closure, None  # it holds a batch
                 closure.check_called()
+            self.provider.after_loss.lower_rate(optimizer.param_groups)
             if self._owned is not None:
                 self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)

@@ -10,6 +10,7 @@ import torch
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.placing import copies
@@ -57,6 +58,7 @@ class ModuleProvider:
         self._tensors = ModuleTensors(model)
         self._optimizer = optimizer
         self.beside = beside or Beside()
+        self.after_loss = AfterLoss()
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
         self._live = Unmoved()
@@ -156,7 +158,7 @@ class ModuleProvider:
         self.beside.published()
 
     def host_state(self) -> dict[str, Any]:
-        return {"options": self.hyperparameters(), **self.beside.host_state()}
+        return {"options": self.hyperparameters(), **self.beside.host_state(), **self.after_loss.host_state()}
 
     def load(
         self,
@@ -207,6 +209,7 @@ class ModuleProvider:
         self._set_hyperparameters(state["options"])
         if state.get(STEPS_SCHEDULER):
             self.beside.step("scheduler")
+        self.after_loss.restore(state)
         self.beside.restore_generators(state)
 
     def _optimizer_identity(self) -> OptimizerIdentity:

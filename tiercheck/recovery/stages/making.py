@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.errors import RecoveryError
 from tiercheck.format.index.assemble import Holdings
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import plain_index, read_index
@@ -28,10 +28,11 @@ from tiercheck.policy.recovery.spans import spans_of, spans_text
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import named
 from tiercheck.recovery.stages.optimizers import averaged_moments, tied_state
+from tiercheck.recovery.stages.places import refuse_one_name_for_two
 from tiercheck.recovery.stages.transfers import Contribution, Ingredient, contributions, exchange, tied
-from tiercheck.streams.stage import StagePlace, StageState
+from tiercheck.streams.stage import StagePlace, StageState, parameter_name
 
-__all__ = ["RAISED_RATE", "Made", "StageMaking", "stage_state"]
+__all__ = ["RAISED_RATE", "Made", "StageMaking"]
 
 RAISED_RATE = "raised_rate"
 """In a version's host state, while the learning rate is raised after a recovery: the factor, and the last version."""
@@ -82,12 +83,15 @@ class StageMaking:
         self._places = await self._ranks.gather(doing, lambda: self._state.place, kind=StagePlace)
         if len({place.stages for place in self._places}) > 1:
             raise RecoveryError("the ranks are stages of pipelines of different lengths: no lost stage can be made")
+        for lost in (self._places[rank] for rank in sorted(self.lost)):
+            for other in self._places:
+                refuse_one_name_for_two(lost, other)
 
     @property
     def has_copies(self) -> bool:
         """Whether ranks that are left may hold all that the lost ones held: data-parallel copies."""
-        stages = [self._places[rank] for rank in self.lost]
-        return all(place.copies > len(self._lost_of(place.stage)) for place in stages)
+        stages = {self._places[rank].stage for rank in self.lost}
+        return all(self._copies(stage) > len(self._lost_of(stage)) for stage in stages)
 
     async def plan(self) -> None:
         """Decide of what each lost stage is made. Collective. Errors: ``RecoveryError`` naming what cannot be made, and
@@ -127,16 +131,20 @@ class StageMaking:
     def _of_stage(self, stage: int) -> list[int]:
         return [rank for rank, place in enumerate(self._places) if place.stage == stage]
 
+    def _copies(self, stage: int) -> int:
+        ranks = self._of_stage(stage)
+        return self._places[ranks[0]].copies or len(ranks)
+
     def _lost_of(self, stage: int) -> list[int]:
         return [rank for rank in self._of_stage(stage) if rank in self.lost]
 
     def _layers(self, substitute: Substitute, stage: int) -> list[Layer]:
         """The layers of a stage that are averaged, or copied. An end stage has others besides (embedding, head): those
-        whose like the other stages concerned do not have."""
+        whose like the lost stage does not have, or, of a lost end, those whose like its neighbour does not have."""
         own = self._all_layers(stage)
         if 0 < stage < self._stages - 1:
             return own
-        others = [each for each in (substitute.stage, *_shared(substitute)) if each != stage]
+        others = _shared(substitute) if stage == substitute.stage else (substitute.stage,)
         known = {each.shapes for other in others for each in self._all_layers(other)}
         return [each for each in own if each.shapes in known] or own
 
@@ -191,14 +199,15 @@ class StageMaking:
         if not squares or any(square is None for square in squares):
             return None
         total = math.fsum(square for square in squares if square is not None)
-        return math.sqrt(total / self._places[self._of_stage(stage)[0]].copies)
+        return math.sqrt(total / self._copies(stage))
 
     async def _told_indexes(self) -> dict[int, LogicalIndex]:
         """By rank, what it holds: of those that are made, and those that something may be taken of."""
         made = [each for each in self._planned if each.method is not Method.ROLL_BACK]
         concerned = {stage for each in made for stage in (each.stage, *_shared(each))}
         own = self._places[self._ranks.rank]
-        tells = own.stage in concerned or own.shares
+        tied = {layer for rank in self.lost for layer in self._places[rank].tied}
+        tells = own.stage in concerned or not tied.isdisjoint(name for name, _ in own.layers)
 
         def tell() -> Any:
             if self._option.averages_moments and own.stage in concerned:
@@ -233,7 +242,7 @@ class StageMaking:
         layers = [self._layers(substitute, each) for each in (substitute.stage, stage)]
         at = _shared(substitute).index(stage)
         return {
-            f"{own.name}.{each}": (f"{other.name}.{each}", shares[at].weight)
+            parameter_name(own.name, each): (parameter_name(other.name, each), shares[at].weight)
             for own, other, shares in zip(*layers, self._layer_shares(substitute), strict=True)
             for each, _ in own.shapes
         }
@@ -248,11 +257,15 @@ class StageMaking:
         return [each.shares] * len(self._layers(each, each.stage))
 
     def _nearest(self, rank: int) -> int:
-        """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two."""
-        place = self._places[rank]
+        """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two.
+        Ranks of one column are one pipeline: of each stage the first, the second, and so on."""
+        stage = self._places[rank].stage
         left = [each for each in range(len(self._places)) if each not in self.lost]
-        column = [each for each in left if self._places[each].column == place.column] or left
-        return min(column, key=lambda each: (abs(self._places[each].stage - place.stage), self._places[each].stage))
+        column = [each for each in left if self._column(each) == self._column(rank)] or left
+        return min(column, key=lambda each: (abs(self._places[each].stage - stage), self._places[each].stage))
+
+    def _column(self, rank: int) -> int:
+        return self._of_stage(self._places[rank].stage).index(rank)
 
     async def _host_states(self, host_state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """This rank's, or that of the nearest one."""
@@ -310,10 +323,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _shared(each: Substitute) -> tuple[int, ...]:
     return tuple(share.stage for share in each.shares)
-
-
-def stage_state(state: StageState | None) -> StageState:
-    """Errors: ``ConfigurationError`` if there are no stages."""
-    if state is None:
-        raise ConfigurationError("on_lost_stage is for pipelines, and this job has no stages: leave it out")
-    return state

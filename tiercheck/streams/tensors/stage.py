@@ -35,10 +35,9 @@ class PipelineStage:
 
     stage: int
     stages: int
-    column: int
-    copies: int
+    copies: int | None
     layers: Mapping[str, Mapping[str, Shape]]
-    shares: bool
+    tied: Collection[str]
     scheduled: bool
 
 
@@ -56,7 +55,8 @@ class TensorStage:
         each = self._stage
         layers = tuple((name, tuple(parameters.items())) for name, parameters in each.layers.items())
         kept = tuple(sorted(extras_of(self._provider)))
-        return StagePlace(each.stage, each.stages, each.column, each.copies, layers, each.shares, each.scheduled, kept)
+        tied = tuple(sorted(each.tied))
+        return StagePlace(each.stage, each.stages, each.copies, layers, tied, each.scheduled, kept)
 
     def index(self) -> LogicalIndex:
         found = self._provider.index()
@@ -155,10 +155,17 @@ class GradientNorms:
     device nothing is waited for before a version is published. It is added up in fp32, which is within a percent.
 
     ``parts``: by master, the layers of which it holds elements, each with the first and the one behind the last.
+    ``weights``: by master, by what its squares are multiplied, if not by 1.
     """
 
-    def __init__(self, layers: Iterable[str], parts: Mapping[str, Sequence[tuple[str, int, int]]]) -> None:
+    def __init__(
+        self,
+        layers: Iterable[str],
+        parts: Mapping[str, Sequence[tuple[str, int, int]]],
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         self._parts = parts
+        self._weights = weights or {}
         self._squares: dict[str, list[tuple[str, torch.Tensor]]] = {}
         """By master, of the last step that visited it, where the gradient is."""
         self._known = dict.fromkeys(layers, NOT_KNOWN)
@@ -168,7 +175,8 @@ class GradientNorms:
         for name, gradient in gradients.items():
             flat = gradient.reshape(-1)
             parts = [(layer, flat[start:stop]) for layer, start, stop in self._parts.get(name, ())]
-            self._squares[name] = [(layer, torch.dot(part, part)) for layer, part in parts]
+            weight = self._weights.get(name, 1.0)
+            self._squares[name] = [(layer, square_of(part) * weight) for layer, part in parts]
 
     def host_state(self) -> dict[str, Any]:
         """What a version says of its last step; of a layer that has not been stepped yet, no number."""
@@ -183,6 +191,14 @@ class GradientNorms:
         known = state.get(NORMS, {})
         self._squares = {}
         self._known = {layer: known.get(layer, NOT_KNOWN) for layer in self._known}
+
+
+def square_of(elements: torch.Tensor) -> torch.Tensor:
+    """The square of their norm."""
+    if elements.dtype is torch.float32:
+        return torch.dot(elements, elements)
+    norm: torch.Tensor = torch.linalg.vector_norm(elements, dtype=torch.float32)
+    return norm.square()
 
 
 def runs_of(layers: Iterable[tuple[str | None, int]]) -> Iterator[tuple[str, int, int]]:

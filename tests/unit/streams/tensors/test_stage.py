@@ -16,7 +16,7 @@ from tiercheck.streams.stage import Moments, state_name
 from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stage import GradientNorms, PipelineStage, TensorStage, runs_of
 
-STAGE = PipelineStage(1, 4, 0, 1, {"3": {"w": (2, 3)}, "4": {"w": (2, 3)}}, shares=False, scheduled=False)
+STAGE = PipelineStage(1, 4, 1, {"3": {"w": (2, 3)}, "4": {"w": (2, 3)}}, tied=(), scheduled=False)
 
 
 class Kept(Least):
