@@ -178,6 +178,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         errors: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`."""
         run(self._job.live().capture(version, gradients))
 
+    def part_stepped(self) -> None:
+        """One of several optimizers has stepped: what is written from here to the next one's :meth:`capture`, or to
+        :meth:`stepped`, is no part of the step."""
+        self._job.recorder.part_stepped()
+
     def stepped(self, version: int) -> None:
         """The optimizer has stepped: what is written from here to :meth:`complete` is no part of the step."""
         self._job.recorder.stepped(version)

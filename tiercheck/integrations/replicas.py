@@ -21,6 +21,7 @@ from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.rebuilding.stored import torch_optimizers
+from tiercheck.streams.tensors.joint import kinds_in
 from tiercheck.streams.tensors.owned import OwnedProvider, Owners
 from tiercheck.streams.tensors.provider import StateProvider, identity_digest
 from tiercheck.streams.tensors.sharing import digest, fingerprints
@@ -135,12 +136,12 @@ def told_of(provider: StateProvider, alike: Alike, hierarchy: Hierarchy, config:
 
 
 def obstacle_of(provider: StateProvider, config: CheckpointConfig) -> str:
-    kind = provider.identity().optimizer.kind
-    if kind in ACROSS_TENSORS or (kind not in torch_optimizers() and find_optimizer(kind) is None):
-        return (
-            f"{kind} may step one tensor by what it knows of others, which one rank's part of the steps does not tell: "
-            "those of torch and those registered (entry-point group tiercheck.optimizers) are known not to"
-        )
+    for kind, _ in kinds_in(provider.identity().optimizer.kind):
+        if kind in ACROSS_TENSORS or (kind not in torch_optimizers() and find_optimizer(kind) is None):
+            return (
+                f"{kind} may step one tensor by what it knows of others, which one rank's part of the steps does not "
+                "tell: those of torch and those registered (entry-point group tiercheck.optimizers) are known not to"
+            )
     if config.train_on_compressed:
         return "with train_on_compressed each rank trains on its own encoding of the gradients"
     return ""

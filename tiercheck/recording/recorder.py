@@ -112,6 +112,10 @@ class Recorder:
         self._saves = Saves(config, self._modes)
         self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
+        self._in_parts = False
+        """One of several optimizers has stepped, and the step is not done."""
+        self._written_between = False
+        """Something else wrote to parameters between two of them."""
         self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
         self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
         self._bases = Bases(
@@ -190,11 +194,12 @@ class Recorder:
                 await self._backlog.admit()
         began = self._scheduler.time()
         async with _Recording(self, version):
-            if self._modes.record.state is Record.NONE:
-                if self._stream.masters_written():
-                    await self._leave_out(version)
-                else:
-                    await self._begin_differential(version)
+            if self._modes.record.state is not Record.NONE:
+                self._look_between_parts()
+            elif self._stream.masters_written():
+                await self._leave_out(version)
+            else:
+                await self._begin_differential(version)
         async with _Recording(self, version):
             if self._open_record is not None:
                 await self._add(version, self._open_record, gradients)
@@ -211,14 +216,26 @@ class Recorder:
         # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
         if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
-        written = self._stream.masters_written() or self._rewritten()
+        written = self._stream.masters_written() or self._rewritten() or self._written_between
+        self._in_parts = self._written_between = False
         await self._publish_differential(version, began, skipped=False, written=written)
+
+    def part_stepped(self) -> None:
+        """The step is one of several optimizers, and one of them has stepped. What is written from here to the next
+        :meth:`capture` of the version, or to :meth:`stepped`, is no part of any."""
+        self._stream.mark_stepped()
+        self._in_parts = True
+
+    def _look_between_parts(self) -> None:
+        if self._in_parts and self._stream.masters_written():
+            self._written_between = True
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows. Later writes to the parameters are no part of the
         step."""
         self.trained = version
         began = self._scheduler.time()
+        self._look_between_parts()
         self._stream.mark_stepped(every_bit=self._bases.may_be_due(version))
         self._saves.count(base_stall_s=self._scheduler.time() - began)
 

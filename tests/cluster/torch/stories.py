@@ -51,6 +51,8 @@ class Story:
     """Whether the loop calls ``end_iteration``. One that does not draws nothing between its steps."""
     shared_tier: bool
     failures: tuple[Failure, ...]
+    joint: bool
+    """Whether an AdamW updates the second half of the model. Then the loop calls ``end_iteration``."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -64,6 +66,9 @@ class Story:
         ranks = 4 if framework == "hsdp" else drawn.choice((2, 3))
         shared_tier = chance(0.7)
         base_every = drawn.choice((1, 2, 3, 5))
+        joint = (
+            random.Random(f"joint {seed}").random() < 0.4
+        )  # by itself, so that seeds tell the stories that they told
         return cls(
             framework,
             ranks,
@@ -73,7 +78,7 @@ class Story:
             scheduled=chance(0.5),
             clips=chance(0.4),
             micro_batches=drawn.choice((1, 2)),
-            says_end=chance(0.7),
+            says_end=chance(0.7) or joint,
             shared_tier=shared_tier,
             failures=tuple(
                 Failure(
@@ -84,6 +89,7 @@ class Story:
                 )
                 for _ in range(drawn.randint(1, 4))
             ),
+            joint=joint,
             config={
                 "base_every": base_every,
                 "batch": drawn.randint(1, min(base_every, 3)),

@@ -61,8 +61,11 @@ class Job:
         else:
             shard(network, story)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        self.optimizer = OPTIMIZERS[story.optimizer]([{"params": trained[:2], "lr": 3e-2}, {"params": trained[2:]}])
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20) if story.scheduled else None
+        groups = [{"params": trained[:2], "lr": 3e-2}, {"params": trained[2:]}]
+        made = OPTIMIZERS[story.optimizer]
+        self.optimizers = [made(groups[:1]), torch.optim.AdamW(groups[1:], lr=1e-2)] if story.joint else [made(groups)]
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR
+        self.schedulers = [decay(each, 20) for each in self.optimizers] if story.scheduled else []
         torch.manual_seed(2 + self.rank)
         random.seed(2 + self.rank)
         self.checkpointer: Checkpointer | None = None
@@ -72,23 +75,23 @@ class Job:
         if self.story.shared_tier:
             tiers.append(f"nvme://{directory}/{name}?survives=rack")
         config = CheckpointConfig(deadline_s=60, bases="capture", on_nothing_left="restart", **self.story.config)
-        self.checkpointer = attach(
-            self.model, self.optimizer, Hierarchy.of(*tiers), scheduler=self.scheduler, config=config
-        )
+        optimizer = self.optimizers if self.story.joint else self.optimizers[0]
+        schedulers = {f"scheduler {index}": each for index, each in enumerate(self.schedulers)}
+        self.checkpointer = attach(self.model, optimizer, Hierarchy.of(*tiers), after_step=schedulers, config=config)
         return self.checkpointer
 
     def train(self, passes: Passes, say: Says) -> None:
         first = self.checkpointer.version + 1 if self.checkpointer else 1
         for version in range(first, LAST + 1):
             passes(version, "at its begin")
-            self.optimizer.zero_grad()
+            for each in self.optimizers:
+                each.zero_grad()
             loss = sum(self.backward(version, index, passes) for index in range(self.story.micro_batches))
             passes(version, "before the step")
             if self.story.clips:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
+            for stepped in (*self.optimizers, *self.schedulers):
+                stepped.step()
             say(version=version, loss=loss.hex())
             passes(version, "before its end")
             if self.story.says_end and version % 3 == 0:

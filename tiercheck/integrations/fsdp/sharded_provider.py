@@ -27,6 +27,7 @@ from tiercheck.integrations.fsdp.blocks import HeldBlock, block_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
 from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["ShardedProvider"]
@@ -55,7 +56,7 @@ class ShardedProvider(ModuleProvider):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         *,
         beside: Beside | None = None,
     ) -> None:
@@ -158,10 +159,11 @@ class ShardedProvider(ModuleProvider):
                 f"train_on_compressed does not go with {what}, which the optimizer's step sums over the slices of the "
                 "model: the step would take what was never encoded"
             )
-        if not sums_first(self._optimizer, options):
+        optimizer = next(each for each in parts_of(self._optimizer) if any(own is options for own in each.param_groups))
+        if not sums_first(optimizer, options):
             raise UnsupportedSetup(
                 f"{what} is summed over the slices of the model within the optimizer's step (SequenceParallel), and "
-                f"{type(self._optimizer).__name__} with these options changes the summands before: its steps could not "
+                f"{type(optimizer).__name__} with these options changes the summands before: its steps could not "
                 "be replayed bit for bit. Use AdamW, or Adam with fused=True, or sum before each step: p.grad = "
                 "p.grad.redistribute(placements=p.placements)"
             )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.closure import Closure
+from tiercheck.integrations.torch.joint_steps import JointSteps
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.torch.replicated import DataParallel
 from tiercheck.integrations.torch.stages import norms_of, stage_of
@@ -48,6 +49,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.joint import AnyOptimizer, JointOptimizer, parts_of
 from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.stage import PipelineStage
 
@@ -56,7 +58,7 @@ __all__ = ["Compression", "attach", "compressed_all_reduce"]
 
 def attach(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     hierarchy: Hierarchy,
     *,
     scheduler: Any = None,
@@ -75,7 +77,9 @@ def attach(
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
-    ``model`` may be under DDP or ``fully_shard``; make the optimizer after that, and attach last.
+    ``model`` may be under DDP or ``fully_shard``; make the optimizer after that, and attach last. Of several optimizers
+    each has parameters of its own, and steps at most once in an iteration, which ends when the loop calls
+    ``end_iteration``; then it is a version.
     ``scheduler``, ``scaler`` and each of ``stateful`` and ``after_step`` have ``state_dict`` and ``load_state_dict``.
     Batches must be a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
     (A step that a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a
@@ -110,10 +114,15 @@ def attach(
     def hook() -> _Hooks:
         if clash := sorted(own.keys() & {*(stateful or {}), *(after_step or {})}):
             raise ConfigurationError(f"{clash[0]!r} is the name of an argument of its own: give it another one")
-        bare = bare_optimizer(optimizer)
+        given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        if not given:
+            raise ConfigurationError("optimizer= is empty: give an optimizer, or several, as [one, other]")
+        bares = [bare_optimizer(each) for each in given]
+        bare = JointOptimizer(bares) if len(bares) > 1 else bares[0]
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
-        refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
+        for pair in zip(bares, given, strict=True):
+            refuse_forgotten_scheduler(pair, scheduler, beside)
         provider = provider_for(model)(model, bare, beside=beside)
         provider.trains_on_compressed = config is not None and config.train_on_compressed
         if stage is not None:
@@ -188,7 +197,7 @@ class _Hooks:
         self,
         provider: ModuleProvider,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         order: BucketOrder,
         scheduler: Any,
     ) -> None:
@@ -201,7 +210,9 @@ class _Hooks:
         self._iterations: Iterations | None = None
         self._closure: Closure | None = None
         """Of the step that runs."""
-        self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
+        self._optimizer = optimizer
+        self._step_hooks = {each: StepHooks(each, self._before_step, self._after_step) for each in parts_of(optimizer)}
+        self._joint = JointSteps(provider, optimizer) if isinstance(optimizer, JointOptimizer) else None
         self._modules = frozenset(model.modules())
         called = frozenset(called_modules(model))
         self._forward_hooks = self._before_calls_of(called, self._before_forward)
@@ -222,15 +233,21 @@ class _Hooks:
         self._order.prime()
         meet = (lambda: None) if self._owned is None else self._owned.meet
         self._iterations = Iterations(self.provider, checkpointer, meet=meet)
-        checkpointer.on_end_iteration(self._iterations.said)
-        checkpointer.on_close(self._iterations.over)
+        for actions, action in (
+            (checkpointer.on_end_iteration, self._iterations.said),
+            (checkpointer.on_close, self._iterations.over),
+        ):
+            actions(self._end_joint_step)
+            actions(action)
         checkpointer.on_end(self.remove)
-        checkpointer.on_end(self._step_hooks.warn_of_the_next_step)
+        for each in self._step_hooks.values():
+            checkpointer.on_end(each.warn_of_the_next_step)
         self._checkpointer = checkpointer
 
     def remove(self) -> None:
         self._order.remove()
-        self._step_hooks.remove()
+        for each in self._step_hooks.values():
+            each.remove()
         remove(self._forward_hooks)
         remove(self._part_hooks)
         self.provider.beside.let_go()
@@ -242,7 +259,7 @@ class _Hooks:
         checkpointer, iterations = self._checkpointer, self._iterations
         if checkpointer is None or iterations is None:
             return None  # a step that is replayed
-        self._step_hooks.check()
+        self._step_hooks[optimizer].check()
 
         def take() -> None:
             self._take_gradients(optimizer, checkpointer, iterations)
@@ -266,22 +283,37 @@ class _Hooks:
         refuse_forgotten_scaler(self.provider.beside)
         iterations.over()
         gradients = self.provider.gradients()
+        if self._joint is not None:
+            gradients = self._joint.of(optimizer, gradients)
         self.provider.after_loss.measure(gradients)
         if self._owned is not None:
             self._parallel.check_step()
             gradients = self._owned.before_step(gradients)
         version = checkpointer.version + 1
-        self.provider.after_loss.raise_rate(optimizer.param_groups, version)
+        self.provider.after_loss.raise_rate(self._optimizer.param_groups, version)
         checkpointer.capture(version, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is None:
+            return
+        if self._closure is not None:
+            closure, self._closure = self._closure, None  # it holds a batch
+            closure.check_called()
+        if self._owned is not None:
+            self._owned.stepped()
+        if self._joint is None:
+            self._end_step()
+        else:
+            self._joint.stepped(optimizer)
+            self._checkpointer.part_stepped()
+
+    def _end_joint_step(self) -> None:
+        if self._joint is not None and self._joint.end():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.provider.after_loss.lower_rate(self._optimizer.param_groups)
         if self._checkpointer is not None and self._iterations is not None:
-            if self._closure is not None:
-                closure, self._closure = self._closure, None  # it holds a batch
-                closure.check_called()
-            self.provider.after_loss.lower_rate(optimizer.param_groups)
-            if self._owned is not None:
-                self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)
 
     def _before_calls_of(
@@ -293,19 +325,23 @@ class _Hooks:
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if model not in self._modules:
             return  # a copy, which has the hooks of what it was copied from
-        self._step_hooks.stand_next_to_the_step()
+        self._stand_next_to_the_steps()
         if self._iterations is not None and model.training:
             if not self._iterations.begun:
                 remove(self._part_hooks)
             self._iterations.forward()
             self._parallel.forward()
 
+    def _stand_next_to_the_steps(self) -> None:
+        for each in self._step_hooks.values():
+            each.stand_next_to_the_step()
+
     def _before_part(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Of a model that was not called itself: else this hook is gone, or the iteration has begun."""
         if self._iterations is None or not module.training or module not in self._modules:
             return
         if not self._iterations.begun:
-            self._step_hooks.stand_next_to_the_step()
+            self._stand_next_to_the_steps()
             self._iterations.forward()
         self._parallel.forward()
 

@@ -12,6 +12,7 @@ from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.joint import AnyOptimizer
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
@@ -50,7 +51,7 @@ class ModuleProvider:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         *,
         beside: Beside | None = None,
     ) -> None:
@@ -82,6 +83,11 @@ class ModuleProvider:
     def group_of(self) -> Mapping[str, int]:
         index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         return {name: index[id(tensor)] for name, tensor in self._masters.items()}
+
+    def updated_by(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+        """The masters of one of several optimizers."""
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return frozenset(name for name, each in self._masters.items() if id(each) in updated)
 
     def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
         return {}
@@ -228,8 +234,8 @@ class ModuleProvider:
         if others:
             raise UnsupportedSetup(
                 f"{len(others)} trainable parameters are not updated by the attached optimizer "
-                f"({', '.join(others[:3])}): supported is one optimizer for all of them; set requires_grad to False "
-                "on what is not trained"
+                f"({', '.join(others[:3])}): attach all optimizers, as [one, other], and set requires_grad to False on "
+                "what is not trained"
             )
         if not self._masters:
             raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
@@ -243,7 +249,7 @@ class ModuleProvider:
                 raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
 
 
-def masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+def masters_by_name(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.nn.Parameter]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     masters: dict[str, torch.nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):

@@ -14,6 +14,7 @@ import torch
 
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.integrations.torch.module_provider import masters_by_name
+from tiercheck.streams.tensors.joint import AnyOptimizer
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.stage import GradientNorms, PipelineStage
 from tiercheck.types import shown
@@ -21,7 +22,7 @@ from tiercheck.types import shown
 __all__ = ["norms_of", "stage_of"]
 
 
-def stage_of(place: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> PipelineStage:
+def stage_of(place: Any, model: torch.nn.Module, optimizer: AnyOptimizer, *, scheduled: bool) -> PipelineStage:
     """``place``: which stage ``model`` is, and of how many. Errors: ``ConfigurationError``; ``UnsupportedSetup``."""
     stage, stages = checked(place)
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -42,7 +43,7 @@ def stage_of(place: Any, model: torch.nn.Module, optimizer: torch.optim.Optimize
     )
 
 
-def norms_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> GradientNorms:
+def norms_of(model: torch.nn.Module, optimizer: AnyOptimizer) -> GradientNorms:
     """What measures the gradients of this rank's masters. Of what more ranks hold than the stage's other parameters
     (tensor parallelism replicates some), each measures its share."""
     tensors, masters = ModuleTensors(model), masters_by_name(model, optimizer)
@@ -63,7 +64,7 @@ def checked(place: Any) -> tuple[int, int]:
     return int(place[0]), int(place[1])
 
 
-def trained_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+def trained_by_name(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.nn.Parameter]:
     """By the model's names, in their order in it."""
     tensors, masters = ModuleTensors(model), masters_by_name(model, optimizer)
     ordered = [name for name, _ in model.named_parameters() if name in masters]

@@ -28,13 +28,13 @@ from tiercheck.streams.replay.kernel_selection import kernel_for, stand_in_repla
 from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
+from tiercheck.streams.tensors.joint import AnyOptimizer, JointOptimizer, kinds_in, qualified
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
     StateProvider,
     copy_into,
-    qualified,
     set_options,
 )
 from tiercheck.streams.tensors.tensor_state import TensorReader
@@ -66,16 +66,26 @@ def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
     return class_of(kind)
 
 
+def made_of(kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Errors: ``ConfigurationError``, as :func:`optimizer_class`; ``Mismatch`` if it does not take the groups."""
+    make: Any = optimizer_class(kind)
+    try:
+        made: torch.optim.Optimizer = make(groups)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Mismatch(f"{kind} cannot be made with the options that were saved: {error}") from error
+    return made
+
+
 def check_replayable(identity: Identity) -> None:
     """Whether a rank's steps can be replayed apart from the job. Errors: ``ConfigurationError``."""
-    kind = identity.optimizer.kind
-    if find_optimizer(kind) is None and identity.framework.startswith(WHOLE_TENSORS):
-        raise ConfigurationError(
-            f"the steps were taken by {kind} on tensors that lie on several ranks (FSDP2), and it is not registered as "
-            "one that is element-wise (entry-point group tiercheck.optimizers): a rank's part of a step cannot be "
-            "replayed by itself, and only bases can be read"
-        )
-    optimizer_class(kind)
+    for kind, _ in kinds_in(identity.optimizer.kind):
+        if find_optimizer(kind) is None and identity.framework.startswith(WHOLE_TENSORS):
+            raise ConfigurationError(
+                f"the steps were taken by {kind} on tensors that lie on several ranks (FSDP2), and it is not "
+                "registered as one that is element-wise (entry-point group tiercheck.optimizers): a rank's part of a "
+                "step cannot be replayed by itself, and only bases can be read"
+            )
+        optimizer_class(kind)
 
 
 def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +115,7 @@ class StoredState(StateProvider):
         self._states: dict[str, dict[str, Any]] = {}
         """By master; it is moved to the optimizer when that is made."""
         self._options: list[dict[str, Any]] = []
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: AnyOptimizer | None = None
         self._host_state: Mapping[str, Any] = {}
         self._called = False
         """Whether an optimizer here took a step that another device's had taken."""
@@ -132,18 +142,19 @@ class StoredState(StateProvider):
         return not self._called and stand_in_replay(find_optimizer(saved.kind), saved) is not None
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> AnyOptimizer:
         """Made when it is first asked for. Errors: ``ConfigurationError``, as :func:`optimizer_class`; ``Mismatch`` if
-        the class does not take the saved options."""
+        a class does not take the saved options."""
         if self._optimizer is None:
-            kind: Any = optimizer_class(self._saved.optimizer.kind)
             groups: list[dict[str, Any]] = [{**on_host(options), "params": []} for options in self._options]
             for name, master in self._masters.items():
                 groups[self._group_of[name]]["params"].append(master)
-            try:
-                made = kind(groups)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise Mismatch(f"{qualified(kind)} cannot be made with the options that were saved: {error}") from error
+            parts, start = [], 0
+            for kind, count in kinds_in(self._saved.optimizer.kind):
+                stop = len(groups) if count is None else start + count
+                parts.append(made_of(kind, groups[start:stop]))
+                start = stop
+            made: AnyOptimizer = parts[0] if len(parts) == 1 else JointOptimizer(parts)
             for name, state in self._states.items():
                 made.state[self._masters[name]] = state
             self._optimizer = made

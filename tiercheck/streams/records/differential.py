@@ -152,6 +152,8 @@ class DifferentialCapture(IterationCapture):
         self._beside_nbytes = beside_nbytes
         self._base = stream.bases_begun
         self._hyperparameters = stream.provider.hyperparameters()
+        self._begun = False
+        """Gradients have come."""
         self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
         """Of gradients that were not gathered, and of those that hold numbers which are not finite."""
@@ -182,12 +184,22 @@ class DifferentialCapture(IterationCapture):
         That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
+        if self._begun:
+            self._look_at_options(gradients)
+        self._begun = True
         if self._on_device:
             for name in gradients:
                 self._check_new(name)
             self._on_device.send(gradients, self._stream.masters, self._nbytes_before)
         else:
             self._take(gradients)
+
+    def _look_at_options(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Those of the gradients' groups are as of this part of the step: the loop may have set them since the last."""
+        provider = self._stream.provider
+        now, group_of = provider.hyperparameters(), provider.group_of()
+        for group in {group_of[name] for name in gradients if name in group_of}:
+            self._hyperparameters[group] = now[group]
 
     def _take(self, gradients: Mapping[str, torch.Tensor]) -> None:
         kept, self._kept = self._kept, frozenset()

@@ -29,6 +29,7 @@ from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalT
 from tiercheck.streams.optimizers.stand_in import StandIn, known_stand_in
 from tiercheck.streams.replay.libraries import library_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, is_given
+from tiercheck.streams.tensors.joint import AnyOptimizer, kind_of, parts_of, qualified
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
 __all__ = [
@@ -66,17 +67,18 @@ class OptimizerIdentity:
     nothing of how it was taken."""
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
-        kind: type = type(optimizer)
-        implementation = implementation_of(optimizer, device)
+    def of(cls, optimizer: AnyOptimizer, device: torch.device) -> OptimizerIdentity:
+        kind, implementation = kind_of(optimizer), implementation_of(optimizer, device)
+        classes: list[type] = [type(part) for part in parts_of(optimizer)]
+        libraries = dict.fromkeys(map(library_of, classes))
         return cls(
-            kind=qualified(kind),
+            kind=kind,
             implementation=implementation,
             torch_version=str(torch.__version__),
             instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
             device=device.type,
-            library=library_of(kind),
-            stand_in=None if device.type == "cpu" else known_stand_in(qualified(kind), implementation),
+            library=", ".join(filter(None, libraries)),
+            stand_in=None if device.type == "cpu" else known_stand_in(kind, implementation),
         )
 
     @classmethod
@@ -263,13 +265,10 @@ def logical_tensor(name: str, tensor: torch.Tensor, role: Role, *, trained: bool
     return LogicalTensor(name, dtype_name(tensor, name), tuple(tensor.shape), role, trained)
 
 
-def qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def implementation_of(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+def implementation_of(optimizer: AnyOptimizer, device: torch.device) -> str:
     """How torch's Adam and AdamW run on ``device``: the three differ in their last bits. ``called`` for others."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    kinds = {type(part) for part in parts_of(optimizer)}
+    if kinds not in ({torch.optim.Adam}, {torch.optim.AdamW}):
         return "called"
     chosen: set[str] = set()
     for group in optimizer.param_groups:
