@@ -237,6 +237,6 @@ def refuse_another() -> None:
     if attached():
         raise UnsupportedSetup(
             "a checkpointer is attached in this process already, and both would save and put back the same random "
-            "generators: close it first. Several optimizers, as of a GAN, are not supported: give one optimizer the "
-            "parameters of all models in groups of their own, with a Module that holds all of them"
+            "generators: close it first. Several models with an optimizer each, as of a GAN, are attached together: "
+            "attach(ModuleDict({...}), [one, other], ...)"
         )

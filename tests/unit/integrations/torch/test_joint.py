@@ -181,16 +181,18 @@ def test_a_scheduler_of_the_second_one_is_not_forgotten() -> None:
         attach(loop.model, loop.optimizers, Hierarchy.of(memory()), after_step=first)
 
 
-def test_optimizers_of_one_class_are_one_whose_bases_are_folded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [muon, adamw])
+def test_bases_are_folded(made: Callable[[torch.nn.Module], Optimizers], tmp_path: Path) -> None:
+    """By a kernel if all are of one class that has one, else by calling them."""
     name = f"test-joint-{uuid.uuid4().hex[:12]}"
     urls = f"shm://{name}?size=64MiB", f"nvme://{tmp_path}?survives=rack"
-    loop = Loop(1, adamw)
+    loop = Loop(1, made)
     with loop.attach(*urls, base_every=4, bases="fold") as checkpointer:
         loop.train(LAST)
         checkpointer.flush()
         assert checkpointer.stats.mover.folded_bases
     remove_namespace(name)
-    again = Loop(2, adamw)
+    again = Loop(2, made)
     checkpointer = again.attach(memory(), f"nvme://{tmp_path}?survives=rack")
     assert (checkpointer.version, again.state()) == (LAST, loop.states[LAST])
     checkpointer.abort()
