@@ -24,6 +24,7 @@ from tests.cluster.deepspeed.harness import (
 )
 from tests.cluster.deepspeed.kit import certified
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
+from tiercheck.format import host_state
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
 from tiercheck.integrations.deepspeed.replicated import EngineReplicas
 from tiercheck.integrations.replicas import Alike
@@ -288,11 +289,54 @@ def model_parallel_generators() -> Iterable[str]:
 
 
 class WithExtraState(Model):
+    """As a layer of low precision, whose scales follow what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.zeros(2)
+
+    def forward(self, tokens: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        self.scales = self.scales + torch.tensor([1.0, float(tokens.sum())])
+        return super().forward(tokens, factor) * (1 + self.scales[1].item() / 1e4)
+
     def get_extra_state(self) -> Any:
-        return 1
+        return {"scales": self.scales}
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        self.scales = state["scales"]
+
+
+def extra_state() -> Iterable[str]:
+    """What a module keeps by itself is saved with the version, and the next loss depends on it."""
+    case, made = Case(2, False), []
+    for seed in (1, 2):
+        model = WithExtraState()
+        made.append(build(case, seed=seed, model=model, model_parameters=model.parameters()))
+    engine, again = made
+    for _ in range(2):
+        iterate(engine)
+    provider, other = DeepSpeedProvider(engine), DeepSpeedProvider(again)
+    found = snapshot(provider)
+    other.load(
+        masters=found["masters"],
+        optimizer_state=found["optimizer_state"],
+        extras=found["extras"],
+        hyperparameters=provider.hyperparameters(),
+    )
+    host = host_state.unpack(host_state.pack(provider.host_state()))
+    other.refresh()
+    other.restore_host_state(host)
+    yield from differences("extra state", engine.module.scales, again.module.scales)
+    resumed = iterate(again)
+    provider.restore_host_state(host)  # generators are the process's
+    yield from differences("loss", iterate(engine), resumed)
+    if other.extra_state.caveats():
+        yield f"{other.extra_state.caveats()}"
+    other.restore_host_state({name: each for name, each in host.items() if name != "extra_state"})
+    if not other.extra_state.caveats():
+        yield "nothing is said of what the version lacks"
+    for each in made:
+        each.destroy()
 
 
 def refused_setups() -> Iterable[str]:
@@ -301,12 +345,10 @@ def refused_setups() -> Iterable[str]:
     offload_1["zero_optimization"] |= {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     offload_3["zero_optimization"] |= {"offload_param": {"device": "cpu", "pin_memory": False}}
     plateau = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
-    extra = WithExtraState()
     for words, stage, changes in (
         ("offload_optimizer", 1, {"config": offload_1}),
         ("offload_param", 3, {"config": offload_3}),
         ("ReduceLROnPlateau", 0, plateau),
-        ("extra state", 0, {"model": extra, "model_parameters": extra.parameters()}),
     ):
         engine = build(Case(stage, False, scheduler=None), seed=1, **changes)
         yield from raises(UnsupportedSetup, words, lambda engine=engine: supported(engine))
@@ -383,6 +425,7 @@ EDGES: dict[str, Callable[[], Iterable[str]]] = {
     "own-checkpoints": own_checkpoints,
     "data-sampler": data_sampler,
     "model-parallel-generators": model_parallel_generators,
+    "extra-state": extra_state,
     "refused-setups": refused_setups,
     # The last of its launch: DeepSpeed builds no plain engine in a process after a pipeline.
     "skipped-in-a-pipeline": skipped_in_a_pipeline,

@@ -56,6 +56,7 @@ EDGES = (
     "own-checkpoints",
     "data-sampler",
     "model-parallel-generators",
+    "extra-state",
     "refused-setups",
     "replicas",
 )

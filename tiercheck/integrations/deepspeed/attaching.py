@@ -198,7 +198,7 @@ class _Hooks:
         self._forget_batches = before_train_batch(engine, self._iteration_begins)
 
     def caveats(self) -> list[str]:
-        return self.provider.beside.caveats()
+        return [*self.provider.beside.caveats(), *self.provider.extra_state.caveats()]
 
     def alike(self) -> Alike:
         return self._replicas.alike(self.provider)

@@ -34,7 +34,9 @@ from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.own_state import OwnState
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
@@ -75,11 +77,13 @@ class DeepSpeedProvider:
         self._engine = engine
         self._tensors = ModuleTensors(engine.module)
         self._layout: MasterLayout = layout_of(engine)
+        self._own_state = OwnState(self._layout.inner)
         self._replaying = False
         self._forward_begins: Callable[[], None] = lambda: None
         self._between = False
         self._scheduler = EngineScheduler(engine)
         self.after_loss = AfterLoss()
+        self.extra_state = ExtraState(engine.module)
         self._restored_micro_steps = -1
         """How many micro-batches there were as of the version restored."""
         self._at_step: dict[str, Any] | None = None
@@ -141,7 +145,7 @@ class DeepSpeedProvider:
         return index_of(self._engine, self._layout, self._tensors)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        return [plain_options(group) for group in self.groups()]
+        return self._own_state.added_to([plain_options(group) for group in self.groups()])
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, live."""
@@ -244,6 +248,7 @@ class DeepSpeedProvider:
 
     def end_of_step(self) -> None:
         """All masters were visited. Call it in the hook."""
+        self._own_state.look()
         self.beside.end_of_step()
         self._at_step = self._engine_state()
 
@@ -282,6 +287,7 @@ class DeepSpeedProvider:
             "loss_scale": {name: value for name, value in vars(self._scaler()).items() if name in _LOSS_SCALE},
             "sampler_epoch": getattr(self._sampler(), "epoch", None),
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
+            **self.extra_state.host_state(),
             **self.after_loss.host_state(),
         }
 
@@ -323,6 +329,7 @@ class DeepSpeedProvider:
             self._sampler().set_epoch(state["sampler_epoch"])
         generators = state["model_parallel_random"]
         get_cuda_rng_tracker().set_states({name: torch.from_numpy(each.copy()) for name, each in generators.items()})
+        self.extra_state.restore(state)
         self.after_loss.restore(state)
         self.beside.restore_generators(state)
 
@@ -466,7 +473,8 @@ class DeepSpeedProvider:
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
         self._check_groups(hyperparameters)
-        for group, options in zip(self._layout.groups(), hyperparameters, strict=True):
+        taken = self._own_state.taken_from(hyperparameters)
+        for group, options in zip(self._layout.groups(), taken, strict=True):
             set_options(group, options)
 
     def _load_optimizer_state(self, master: Master, saved: Mapping[str, Any]) -> None:

@@ -133,10 +133,6 @@ def _module(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
         "quantized parameters",
         lambda: any(isinstance(each, QuantizedParameter) for each in engine.module.parameters()),
     )
-    yield (
-        "modules with extra state (get_extra_state)",
-        lambda: any(type(each).get_extra_state is not torch.nn.Module.get_extra_state for each in modules),
-    )
 
 
 def _data(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:

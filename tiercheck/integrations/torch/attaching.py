@@ -221,7 +221,7 @@ class _Hooks:
         removed: each call of a module takes longer with a hook."""
 
     def caveats(self) -> list[str]:
-        return [*self.provider.beside.caveats(), *self._order.caveats()]
+        return [*self.provider.beside.caveats(), *self.provider.extra_state.caveats(), *self._order.caveats()]
 
     def alike(self) -> Alike:
         return self._parallel.alike(self.provider.masters(), self.provider.frozen())

@@ -12,8 +12,10 @@ from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.joint import AnyOptimizer
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.own_state import OwnState
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
     Identity,
@@ -60,6 +62,8 @@ class ModuleProvider:
         self._optimizer = optimizer
         self.beside = beside or Beside()
         self.after_loss = AfterLoss()
+        self.extra_state = ExtraState(model)
+        self._own_state = OwnState(optimizer)
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
         self._live = Unmoved()
@@ -116,7 +120,7 @@ class ModuleProvider:
         return whole_index(self, self._tensors.model_name, self._tensors.aliases())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        return [plain_options(group) for group in self._optimizer.param_groups]
+        return self._own_state.added_to([plain_options(group) for group in self._optimizer.param_groups])
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients the coming step will apply; parameters without one are left out.
@@ -155,6 +159,7 @@ class ModuleProvider:
         return local
 
     def end_of_step(self) -> None:
+        self._own_state.look()
         self.beside.end_of_step()
 
     def end_of_iteration(self, end: End) -> None:
@@ -164,7 +169,8 @@ class ModuleProvider:
         self.beside.published()
 
     def host_state(self) -> dict[str, Any]:
-        return {"options": self.hyperparameters(), **self.beside.host_state(), **self.after_loss.host_state()}
+        beside = self.beside.host_state() | self.extra_state.host_state() | self.after_loss.host_state()
+        return {"options": self.hyperparameters(), **beside}
 
     def load(
         self,
@@ -215,6 +221,7 @@ class ModuleProvider:
         self._set_hyperparameters(state["options"])
         if state.get(STEPS_SCHEDULER):
             self.beside.step("scheduler")
+        self.extra_state.restore(state)
         self.after_loss.restore(state)
         self.beside.restore_generators(state)
 
@@ -222,7 +229,8 @@ class ModuleProvider:
         return OptimizerIdentity.of(self._optimizer, next(iter(self._masters.values())).device)
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
-        for group, options in zip(self._optimizer.param_groups, hyperparameters, strict=True):
+        taken = self._own_state.taken_from(hyperparameters)
+        for group, options in zip(self._optimizer.param_groups, taken, strict=True):
             set_options(group, options)
 
     def _refuse_what_cannot_be_saved(self) -> None:

@@ -1,0 +1,151 @@
+"""What an optimizer keeps that belongs to no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import memory
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach
+from tiercheck.streams.tensors.joint import JointOptimizer
+from tiercheck.streams.tensors.own_state import OwnState
+
+LAST = 9
+
+
+class Decaying(torch.optim.Optimizer):
+    """Divides its rate by the steps that it has counted."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.label, self.offset = "decaying", 1
+
+    def count(self) -> float:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        steps = self.count()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / steps)
+
+
+class InState(Decaying):
+    def count(self) -> float:
+        shared = self.state.setdefault("shared", {"steps": torch.zeros((), dtype=torch.int64), "seen": [0]})
+        shared["steps"] += 1
+        shared["seen"][0] += 1
+        return float(shared["steps"] + shared["seen"][0])
+
+
+class AsNumber(Decaying):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self._steps = 0
+
+    def count(self) -> float:
+        self._steps += 1
+        return self._steps + self.offset
+
+
+class AsTensor(Decaying):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.steps = torch.zeros(2)
+
+    def count(self) -> float:
+        self.steps[1] += 1
+        return float(self.steps[1])
+
+
+class MadeInTheStep(Decaying):
+    def count(self) -> float:
+        self.steps = getattr(self, "steps", 0.5) + 1.0
+        return self.steps
+
+
+def one(kind: type[torch.optim.Optimizer]) -> Callable[[torch.nn.Module], Any]:
+    return lambda model: kind(model.parameters(), **{})
+
+
+def two(model: torch.nn.Module) -> Any:
+    weight, bias = model.parameters()
+    return [AsNumber([weight]), InState([bias])]
+
+
+def life(url: str, last: int, make: Callable[[torch.nn.Module], Any]) -> list[float]:
+    """The parameters at its end, which is as by a crash."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    made = make(model)
+    optimizers = made if isinstance(made, list) else [made]
+    checkpointer = attach(model, made, Hierarchy.of(url), config=CheckpointConfig(base_every=4, deadline_s=30))
+    assert checkpointer.recovery is None or checkpointer.recovery.fidelity == "exact"
+    while checkpointer.version < last:
+        model.zero_grad()
+        model(torch.full((1, 3), float(checkpointer.version))).square().sum().backward()
+        for each in optimizers:
+            each.step()
+        checkpointer.end_iteration()
+    checkpointer.abort()
+    return [value for each in model.parameters() for value in each.flatten().tolist()]
+
+
+@pytest.mark.parametrize(
+    "make", [one(InState), one(AsNumber), one(AsTensor), one(MadeInTheStep), two],
+    ids=["under a key in the state", "a number", "a tensor", "made in the step", "of two optimizers"],
+)  # fmt: skip
+def test_it_is_resumed_bit_for_bit(make: Callable[[torch.nn.Module], Any]) -> None:
+    """Also if the life before ended at a base, or has taken a step since it was resumed."""
+    whole = life(memory(), LAST, make)
+    url = memory()
+    for last in (3, 4, 5, LAST):
+        found = life(url, last, make)
+    assert found == whole
+
+
+def test_only_what_a_step_changes_is_saved_and_what_is_not_is_as_the_script_made_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = AsNumber([parameter])
+    own = OwnState(optimizer)
+    assert own.added_to([{"lr": 0.1}]) == [{"lr": 0.1}]
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(2):
+        optimizer.step()
+        own.look()
+    options = own.added_to([{"lr": 0.1}, {"lr": 0.2}])
+    assert options[0] == {"lr": 0.1, "tiercheck.own_state": {"0": {"attributes": {"_steps": 2}}}}
+    assert own.taken_from([{"lr": 0.1}]) == [{"lr": 0.1}]
+    assert optimizer._steps == 0
+    assert own.taken_from(options) == [{"lr": 0.1}, {"lr": 0.2}]
+    assert (optimizer._steps, optimizer.label, optimizer.offset) == (2, "decaying", 1)
+
+
+def test_torchs_own_optimizers_keep_nothing_of_the_kind() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    joint = JointOptimizer([torch.optim.AdamW(parameters[:1], fused=True), torch.optim.Adagrad(parameters[1:])])
+    own = OwnState(joint)
+    for each in parameters:
+        each.grad = torch.ones(1)
+    joint.step()
+    own.look()
+    assert own.added_to([{}, {}]) == [{}, {}]
+
+
+def test_a_key_that_no_version_can_hold_is_refused_at_the_first_step() -> None:
+    class Odd(Decaying):
+        def count(self) -> float:
+            self.state[("a", "pair")] = {}
+            return 1.0
+
+    with pytest.raises(UnsupportedSetup, match=r"Odd keeps state under \('a', 'pair'\), which is neither a parameter"):
+        life(memory(), 1, one(Odd))
