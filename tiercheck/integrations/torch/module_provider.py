@@ -15,6 +15,7 @@ from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.joint import AnyOptimizer
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.nested import flat, nested
 from tiercheck.streams.tensors.own_state import OwnState
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
@@ -101,7 +102,7 @@ class ModuleProvider:
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return {
-            name: dict(self._optimizer.state[tensor])
+            name: flat(self._optimizer.state[tensor])
             for name, tensor in self._masters.items()
             if self._optimizer.state.get(tensor)
         }
@@ -186,15 +187,17 @@ class ModuleProvider:
         group_of = self.group_of()
         for name, parameter in self._masters.items():
             options, current = self._optimizer.param_groups[group_of[name]], self._optimizer.state.pop(parameter, {})
+            current = flat(current)
             loaded = {
                 key: loaded_value(current.get(key), value, options, parameter.device)
                 for key, value in optimizer_state.get(name, {}).items()
             }
             if name in optimizer_state:
-                self._optimizer.state[parameter] = {
+                placed = {
                     key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
                     for key, value in loaded.items()
                 }
+                self._optimizer.state[parameter] = nested(placed)
         self._set_hyperparameters(hyperparameters)
 
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:

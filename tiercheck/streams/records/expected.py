@@ -143,7 +143,7 @@ class Expected:
 
     def _check_optimizers(self, name: str, key: str, value: Any) -> None:
         if not isinstance(value, torch.Tensor):
-            if value is not None and not isinstance(value, bool | int | float | str | list | tuple):
+            if value is not None and not isinstance(value, bool | int | float | str | list | tuple | dict):
                 raise Corruption(f"the optimizer's {key!r} of {name!r} is a {type(value).__name__}")
             return
         found, here = (value.dtype, tuple(value.shape)), self.state.get(name, {}).get(key)
