@@ -46,12 +46,12 @@ class AfterLoss:
         for group in groups:
             group["lr"] = group["lr"] * self._raised["factor"]
 
-    def lower_rate(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The step is done."""
+    def lower_rate(self, groups: Sequence[dict[str, Any]], *, done: bool = True) -> None:
+        """The step is done, or (not ``done``) a part of it: before the next one :meth:`raise_rate` is called again."""
         for group, rate in zip(groups, self._before, strict=False):
             group["lr"] = rate
         self._before = []
-        if self._ends:
+        if self._ends and done:
             self._raised, self._ends = None, False
 
     def host_state(self) -> dict[str, Any]:

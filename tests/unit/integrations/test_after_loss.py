@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tiercheck.integrations.after_loss import AfterLoss
@@ -36,6 +37,19 @@ def test_the_rate_is_raised_for_the_steps_alone_until_it_ends() -> None:
     assert stepped(after, groups, 5) == [0.2, 0.3]
     after.restore({})
     assert stepped(after, groups, 3) == [0.2, 0.3], "a version that knows nothing of it"
+
+
+def test_a_schedule_moves_the_rate_between_two_parts_of_a_step() -> None:
+    after, groups = AfterLoss(), [{"lr": 0.1}, {"lr": 0.2}]
+    after.restore(RAISED)
+    for group in groups:
+        after.raise_rate(groups, 4)
+        assert group["lr"] == pytest.approx(0.15 if group is groups[0] else 0.3 * 0.5)
+        after.lower_rate(groups, done=False)
+        groups[1]["lr"] *= 0.5
+    after.lower_rate(groups)
+    assert [group["lr"] for group in groups] == [0.1, 0.05]
+    assert after.host_state() == {}, "the last version of a raised rate has both parts"
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:

@@ -121,8 +121,9 @@ def attach(
         bare = JointOptimizer(bares) if len(bares) > 1 else bares[0]
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
+        only = scheduler if len(bares) == 1 else None  # of several, each has one of its own
         for pair in zip(bares, given, strict=True):
-            refuse_forgotten_scheduler(pair, scheduler, beside)
+            refuse_forgotten_scheduler(pair, only, beside)
         provider = provider_for(model)(model, bare, beside=beside)
         provider.trains_on_compressed = config is not None and config.train_on_compressed
         if stage is not None:
@@ -135,7 +136,7 @@ def attach(
             )
         if lost is not None:
             provider.after_loss.norms = norms_of(model, bare)
-        made.append(_Hooks(provider, model, bare, order, scheduler))
+        made.append(_Hooks(provider, model, bare, order, only))
         return made[0]
 
     return attach_hooks(
@@ -304,6 +305,7 @@ class _Hooks:
         if self._joint is None:
             self._end_step()
         else:
+            self.provider.after_loss.lower_rate(self._optimizer.param_groups, done=False)
             self._joint.stepped(optimizer)
             self._checkpointer.part_stepped()
 

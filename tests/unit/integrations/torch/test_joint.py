@@ -176,9 +176,10 @@ def test_what_cannot_be_joined_is_refused() -> None:
 
 def test_a_scheduler_of_the_second_one_is_not_forgotten() -> None:
     loop = Loop(1, muon)
-    first = {"one": loop.schedulers[0]}
-    with pytest.raises(UnsupportedSetup, match="a learning-rate scheduler was made for the optimizer"):
-        attach(loop.model, loop.optimizers, Hierarchy.of(memory()), after_step=first)
+    first = loop.schedulers[0]
+    for given in ({"scheduler": first}, {"after_step": {"one": first}}):
+        with pytest.raises(UnsupportedSetup, match="a learning-rate scheduler was made for the optimizer"):
+            attach(loop.model, loop.optimizers, Hierarchy.of(memory()), **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("made", [muon, adamw])
