@@ -35,7 +35,9 @@ class ExtraState:
     def host_state(self) -> dict[str, Any]:
         """Errors: ``UnsupportedSetup`` naming a tensor that host state cannot hold."""
         modules = self._modules.items()
-        found = {name: to_storable(each.get_extra_state(), f"the extra state of {name}") for name, each in modules}
+        found = {
+            name: to_storable(each.get_extra_state(), f"the extra state of {called(name)}") for name, each in modules
+        }
         return {EXTRA_STATE: found} if found else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -48,5 +50,12 @@ class ExtraState:
 
     def caveats(self) -> list[str]:
         """Why what follows the recovery has not the bits of an uninterrupted run."""
-        names = ", ".join(self._lacking[:NAMED_MAX]) + (", ..." if len(self._lacking) > NAMED_MAX else "")
-        return [f"the version holds no extra state of {names}, which begins as the script made it"] if names else []
+        if not self._lacking:
+            return []
+        names = ", ".join(called(each) for each in self._lacking[:NAMED_MAX])
+        more = ", ..." if len(self._lacking) > NAMED_MAX else ""
+        return [f"the version holds no extra state of {names}{more}, which begins as the script made it"]
+
+
+def called(module: str) -> str:
+    return module or "the model itself"
