@@ -63,6 +63,7 @@ class NumberState:
     rank: int
     has_frozen: bool = True
     """Whether there is something that changes seldom, to which bases may refer."""
+    steps_together: bool = False
 
     def __post_init__(self) -> None:
         self.weight: Array = np.arange(SIZE, dtype=np.float32) + self.rank

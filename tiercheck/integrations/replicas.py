@@ -142,6 +142,8 @@ def obstacle_of(provider: StateProvider, config: CheckpointConfig) -> str:
                 f"{kind} may step one tensor by what it knows of others, which one rank's part of the steps does not "
                 "tell: those of torch and those registered (entry-point group tiercheck.optimizers) are known not to"
             )
+    if provider.steps_together():
+        return "the optimizer's step takes all ranks that hold parts of a tensor"
     if config.train_on_compressed:
         return "with train_on_compressed each rank trains on its own encoding of the gradients"
     return ""

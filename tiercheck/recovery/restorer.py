@@ -43,6 +43,7 @@ from tiercheck.recovery.finding.survey import Survey, survey
 from tiercheck.recovery.finding.telling import tell
 from tiercheck.recovery.finding.told import Told
 from tiercheck.recovery.layouts.relayout import Relayout
+from tiercheck.recovery.one_base import point_from_one_base
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
 from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
@@ -108,6 +109,8 @@ class Restorer:
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
     _turn: Turn | None = None
+    _from_one_base: RecoveryPoint | None = None
+    """The way of all ranks, if their steps take all of them."""
 
     def __post_init__(self) -> None:
         self.memories = self.memories or NodeMemories(self.hierarchy, self.ranks)
@@ -220,6 +223,11 @@ class Restorer:
                 self._unused = reader.copies.told()
                 return None
             best = version if best is None else best
+            if self.state.steps_together:
+                lost = self._found.lost if self._making is not None else ()
+                self._from_one_base = await point_from_one_base(self._own, self._found.own_lineage, self.ranks, lost)
+                if (version := self._from_one_base.last) != self.request.version and self._turn is not None:
+                    return None
             own = self._version_of_own(version)
             part, matrix = await self._verify(reader, self._way(version if own is None else own), nothing=own is None)
             if part is None:
@@ -254,6 +262,8 @@ class Restorer:
 
     def _way(self, version: int) -> RecoveryPoint:
         """This rank's way to a version. Of one that it cannot come to: as if its base of that version were lost."""
+        if self._from_one_base is not None and self._from_one_base.last == version:
+            return self._from_one_base
         ways = Readable.of(source.key for source in self._own).ways(self._found.own_lineage)
         return ways.get(version) or RecoveryPoint(self._found.generation(version), version, version)
 

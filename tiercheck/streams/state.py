@@ -431,6 +431,11 @@ class TrainingState(Protocol):
         """``None``: the rank is no stage of a pipeline."""
         ...
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether a step takes all ranks, so that they replay the same steps, from the same base."""
+        ...
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per parameter group, its options as plain values."""
         ...

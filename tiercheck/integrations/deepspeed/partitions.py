@@ -111,6 +111,9 @@ class DeepSpeedProvider:
         """Those in which the engine accumulates them. They come in fp32, multiplied by one number."""
         return dict.fromkeys(self.masters(), self._accumulation_dtype())
 
+    def steps_together(self) -> bool:
+        return False
+
     def tell_of_forward(self, begins: Callable[[], None]) -> bool:
         """The engine measures its throughput, unless its options say otherwise."""
         self._forward_begins = begins

@@ -25,9 +25,10 @@ from tiercheck.format.index.boxes import as_range
 from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
 from tiercheck.integrations.fsdp.blocks import HeldBlock, block_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.beside import Beside, End
-from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
+from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of, qualified
 from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["ShardedProvider"]
@@ -43,6 +44,8 @@ SUMMING = (
     torch.optim.SGD,
 )
 """See :func:`sums_first`."""
+ELEMENTWISE = frozenset((*SUMMING, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop))
+"""The optimizers that do the same with each element, whatever the others are."""
 
 
 class ShardedProvider(ModuleProvider):
@@ -122,6 +125,12 @@ class ShardedProvider(ModuleProvider):
             block = Block(model_name, held.offsets, held.lengths)
             stored[(EXTRA if name in self._others else MASTER) + name] = (as_range(block, held.shape),)
         return LogicalIndex(tensors, stored, index.aliases)
+
+    def steps_together(self) -> bool:
+        """An optimizer that does more than arithmetic on elements, as Muon multiplies matrices, does so over the ranks
+        that hold their parts."""
+        kinds = {type(each) for each in parts_of(self._optimizer)}
+        return any(each not in ELEMENTWISE and find_optimizer(qualified(each)) is None for each in kinds)
 
     @torch.no_grad()
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

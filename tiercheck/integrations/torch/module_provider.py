@@ -100,6 +100,9 @@ class ModuleProvider:
     def tell_of_forward(self, begins: Callable[[], None]) -> bool:
         return False
 
+    def steps_together(self) -> bool:
+        return False
+
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return {
             name: flat(self._optimizer.state[tensor])

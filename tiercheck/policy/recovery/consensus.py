@@ -9,7 +9,7 @@ already purged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -17,7 +17,7 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 
-__all__ = ["Reachable", "Readable", "RecoveryPoint", "admitted", "common", "decide", "meeting"]
+__all__ = ["Reachable", "Readable", "RecoveryPoint", "admitted", "common", "decide", "from_one_base", "meeting"]
 
 
 Reachable = tuple[tuple[int, tuple[Span, ...]], ...]
@@ -96,6 +96,19 @@ class Readable:
             versions.setdefault(generation, []).append(version)
         return tuple((generation, spans_of(versions[generation])) for generation in sorted(versions, reverse=True))
 
+    def runs(self, lineage: Lineage) -> dict[tuple[int, int], int]:
+        """By ``(generation, base)`` of the job's own past, the last version that differentials alone lead to from
+        there, past newer bases."""
+        found: dict[tuple[int, int], int] = {}
+        for generation, base in self.bases:
+            last = base
+            while (generation, last + 1) in self.differentials:
+                last += 1
+            limit = lineage.limit(generation, last)
+            if limit is not None and limit >= base:
+                found[generation, base] = limit
+        return found
+
     def possible(self, lineage: Lineage) -> dict[int, list[RecoveryPoint]]:
         """The rank's ways to each version of the job's own past that it can reach, the best first: differentials are
         preferred to a snapshot, then the newest generation."""
@@ -134,6 +147,16 @@ def meeting(ranks: Iterable[Reachable], lineage: Lineage) -> int | None:
     """The newest version that every rank can come to; ``None`` if there is none."""
     versions = common(ranks, lineage)
     return versions[-1][1] if versions else None
+
+
+def from_one_base(ranks: Iterable[Mapping[tuple[int, int], int]]) -> RecoveryPoint | None:
+    """The newest version that all ranks can come to by the same steps, from a base that all have: what ranks need whose
+    optimizer's step takes all of them. Of several bases the newest. ``ranks``, at least one: as of
+    :meth:`Readable.runs`. ``None``: they have no base in common."""
+    every = [*ranks]
+    bases = set.intersection(*(set(each) for each in every))
+    points = [RecoveryPoint(*base, min(each[base] for each in every)) for base in bases]
+    return max(points, key=lambda point: (point.last, point.generation, point.anchor), default=None)
 
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:

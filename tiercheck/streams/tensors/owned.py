@@ -99,6 +99,9 @@ class OwnedProvider(StateProvider):
     def tell_of_forward(self, begins: Callable[[], None]) -> bool:
         return self._whole.tell_of_forward(begins)
 
+    def steps_together(self) -> bool:
+        return self._whole.steps_together()
+
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return self._own(self._whole.optimizer_state(), self._owners.masters)
 

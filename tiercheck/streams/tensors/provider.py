@@ -134,7 +134,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of eight methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of nine methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -161,6 +161,11 @@ class StateProvider(Protocol):
         """Call ``begins`` whenever a forward pass begins; returns whether copies from a GPU had better wait for that,
         since something waits for the whole GPU before (:class:`~tiercheck.streams.device.gate.Gate`). By default
         nothing does."""
+        return False
+
+    def steps_together(self) -> bool:
+        """Whether the optimizer's step takes all ranks, since it communicates: a recovery has them replay the same
+        steps. By default it is each rank's own."""
         return False
 
     @abstractmethod

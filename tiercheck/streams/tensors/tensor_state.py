@@ -20,7 +20,7 @@ from tiercheck.streams.loading import Loading
 from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
 from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
-from tiercheck.streams.records.snapshot import advanced
+from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, advanced
 from tiercheck.streams.records.stream_factory import kernels_used, stream_of
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
@@ -113,6 +113,11 @@ class TensorState:
         from tiercheck.streams.rebuilding.conversion import TensorConversion  # which needs the reader below
 
         return TensorConversion(self._provider, self._loading)
+
+    @property
+    def steps_together(self) -> bool:
+        replays = self._config.codec not in SNAPSHOT_CODECS
+        return replays and self._provider.steps_together()
 
     def stage(self) -> StageState | None:
         return None if self._stage is None else TensorStage(self._provider, self._stage)

@@ -7,7 +7,7 @@ import pytest
 from tiercheck import schema
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide, from_one_base
 from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing
 from tiercheck.policy.recovery.plan import Plan, plan
 
@@ -51,6 +51,19 @@ def test_ranks_meet_from_bases_of_their_own() -> None:
         RecoveryPoint(1, 20, 25),
         RecoveryPoint(1, 24, 25),
     )
+
+
+def test_ranks_that_step_together_meet_from_one_base() -> None:
+    lineage = Lineage.of([branch(1), branch(2, 1, 24)])
+    one = readable(bases={1: [10, 20, 23], 2: [24]}, differentials={1: list(range(11, 28)), 2: [25]})
+    two = readable(bases={1: [10, 20]}, differentials={1: list(range(11, 26))})
+    three = readable(bases={1: [10, 20, 22]}, differentials={1: [*range(11, 22), 23, 24]})
+    assert one.runs(lineage) == {(1, 10): 24, (1, 20): 24, (1, 23): 24, (2, 24): 25}, "as far as the past goes"
+    assert three.runs(lineage) == {(1, 10): 21, (1, 20): 21, (1, 22): 24}, "a newer base fills no gap"
+    assert from_one_base([one.runs(lineage), two.runs(lineage)]) == RecoveryPoint(1, 20, 24)
+    assert from_one_base([each.runs(lineage) for each in (one, two, three)]) == RecoveryPoint(1, 20, 21)
+    assert from_one_base([one.runs(lineage)]) == RecoveryPoint(2, 24, 25)
+    assert from_one_base([one.runs(lineage), {}]) is None
 
 
 def test_a_version_that_one_rank_lacks_is_passed_over() -> None:
