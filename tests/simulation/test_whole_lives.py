@@ -16,6 +16,7 @@ from tests.simulation import virtual_time
 from tests.simulation.life import CONFIG, Cluster, Process
 from tests.simulation.number_state import NumberFolding, NumberState
 from tests.simulation.seeds import play_each
+from tiercheck.errors import ConfigurationError
 from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.policy.recovery.agreement import agreed
 from tiercheck.tiers.memory import MemoryDriver
@@ -34,10 +35,12 @@ def at(version: int) -> Callable[[list[Process]], Awaitable[object]]:
     return reached
 
 
-async def whole_life(seed: int, *, has_store: bool = True, bases: str = "capture") -> list[int]:
+async def whole_life(
+    seed: int, *, has_store: bool = True, bases: str = "capture", kind: type[Cluster] = Cluster
+) -> list[int]:
     """All ranks are killed; again, in the middle of a base; then a node is lost as well; at last they reach the end."""
     mover = "agent" if bases == "auto" else "trainer"  # auto folds in the agent
-    cluster = Cluster(seed, config=replace(CONFIG, bases=bases, mover=mover), has_store=has_store)
+    cluster = kind(seed, config=replace(CONFIG, bases=bases, mover=mover), has_store=has_store)
     try:
         first = await cluster.start(LAST, at(cluster.random.randint(9, 14)))
         promised = min(process.completed for process in first)
@@ -97,6 +100,23 @@ def test_three_ranks_that_are_killed_and_lose_a_node_end_as_if_nothing_had_happe
         assert len(recovered) == 4
 
     play_each(live, seeds)
+
+
+class TogetherCluster(Cluster):
+    """A step takes all ranks: none may replay other steps than the others."""
+
+    def state_of(self, rank: int) -> NumberState:
+        return NumberState(rank, steps_together=True)
+
+
+@pytest.mark.parametrize(("bases", "seed"), [("capture", 10), ("fold", 11)])
+def test_ranks_that_step_together_lose_no_more(bases: str, seed: int) -> None:
+    assert len(virtual_time.run(whole_life(seed, bases=bases, kind=TogetherCluster))) == 4
+
+
+def test_ranks_that_step_together_need_a_tier_that_all_share() -> None:
+    with pytest.raises(ConfigurationError, match="the optimizer's step takes all 3 ranks"):
+        virtual_time.run(whole_life(12, has_store=False, kind=TogetherCluster))
 
 
 class Doubted(NumberState):

@@ -180,10 +180,18 @@ def demand_of(
     return Demand(held, ranks, stream.trained_parameters)
 
 
-def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> None:
-    """Errors: ``ConfigurationError`` if ranks may go on after failed saves, and nothing tells one rank which bases
-    the others still have: it would delete the last one that all of them share."""
-    if config.on_save_error == "warn" and world_size > 1 and not shared:
+def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool, together: bool) -> None:
+    """Errors: ``ConfigurationError`` if ranks may go on after failed saves, or replay their steps ``together``, and
+    nothing tells one rank which bases the others still have: it would delete the last one that all of them share."""
+    if world_size == 1 or shared:
+        return
+    if together:
+        raise ConfigurationError(
+            f"the optimizer's step takes all {world_size} ranks (as Muon's under FSDP2), so that a recovery replays "
+            "from a base that all have, and only a tier that all of them share keeps one: add it, such as "
+            "nvme:///shared/path?survives=rack"
+        )
+    if config.on_save_error == "warn":
         raise ConfigurationError(
             f'on_save_error="warn" with {world_size} ranks needs a tier that all of them share, such as '
             'nvme:///shared/path?survives=rack; add one, or use on_save_error="fail"'

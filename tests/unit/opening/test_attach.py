@@ -71,6 +71,14 @@ class Lookahead(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, {})
 
 
+class Outer(torch.optim.SGD):
+    """Another one does its work, as in torch's ``ZeroRedundancyOptimizer``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, held: Any) -> None:
+        super().__init__(optimizer.param_groups)
+        self.optim = held
+
+
 class Hollow(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         self.param_groups = [{"params": list(parameters)}]
@@ -94,6 +102,9 @@ def test_a_wrapped_optimizer_is_unwrapped() -> None:
     ("wrap", "message"),
     [
         (Lookahead, "Lookahead wraps AdamW and holds groups or state of its own"),
+        (lambda optimizer: Outer(optimizer, optimizer), "Outer holds AdamW as 'optim', whose state is its own"),
+        (lambda optimizer: Outer(optimizer, [optimizer]), "Outer holds AdamW as 'optim'"),
+        (lambda optimizer: Outer(optimizer, {"one": optimizer}), "Outer holds AdamW as 'optim'"),
         (lambda optimizer: optimizer.state_dict(), "optimizer= must be a torch.optim.Optimizer, not dict"),
         (lambda optimizer: Hollow(optimizer.param_groups[0]["params"]), "Hollow has no step hooks"),
     ],
