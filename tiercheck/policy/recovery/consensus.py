@@ -3,8 +3,8 @@
 It is the newest version that *every* rank can reach, each from an anchor of its own: a base and an unbroken run of
 differentials after it, or a base and the snapshot that was made for it. The ranks need no base in common. If a base,
 differential or snapshot of a rank failed, the rank has made a base of its own since, at a version of which the others
-have no base. Ranks whose optimizer's step takes all of them are the exception (:func:`from_one_base`). A minimum of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has
-already purged.
+have no base. Ranks whose optimizer's step takes all of them are the exception (:func:`from_one_base`). A minimum of the
+ranks' maxima would be cheaper and wrong: it can name a version that some rank has already purged.
 """
 
 from __future__ import annotations
