@@ -134,12 +134,14 @@ class ShardedProvider(ModuleProvider):
 
     @torch.no_grad()
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        def local(name: str, key: str, value: Any) -> Any:
-            what = f"the optimizer's {key} of {name}"
-            return self.local(value, self._masters[name], what) if isinstance(value, torch.Tensor) else value
+        return super().optimizer_state()
 
-        state = super().optimizer_state()
-        return {name: {key: local(name, key, each) for key, each in held.items()} for name, held in state.items()}
+    def held_here(self, master: str, state: dict[str, Any]) -> dict[str, Any]:
+        def local(key: str, value: Any) -> Any:
+            what = f"the optimizer's {key} of {master}"
+            return self.local(value, self._masters[master], what) if isinstance(value, torch.Tensor) else value
+
+        return {key: local(key, each) for key, each in state.items()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from tiercheck.streams.tensors.provider import (
     set_options,
     whole_index,
 )
+from tiercheck.streams.tensors.subclasses import apart, whole
 from tiercheck.streams.tensors.writes import Unmoved
 
 __all__ = ["ModuleProvider"]
@@ -104,11 +105,13 @@ class ModuleProvider:
         return False
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        return {
-            name: flat(self._optimizer.state[tensor])
-            for name, tensor in self._masters.items()
-            if self._optimizer.state.get(tensor)
-        }
+        state = self._optimizer.state
+        held = {name: flat(state[tensor]) for name, tensor in self._masters.items() if state.get(tensor)}
+        return {name: apart(self.held_here(name, each), name) for name, each in held.items()}
+
+    def held_here(self, master: str, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank holds of the optimizer's state of a master."""
+        return state
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         parameters = self._tensors.parameters()
@@ -190,7 +193,7 @@ class ModuleProvider:
         group_of = self.group_of()
         for name, parameter in self._masters.items():
             options, current = self._optimizer.param_groups[group_of[name]], self._optimizer.state.pop(parameter, {})
-            current = flat(current)
+            current = apart(self.held_here(name, flat(current)), name)
             loaded = {
                 key: loaded_value(current.get(key), value, options, parameter.device)
                 for key, value in optimizer_state.get(name, {}).items()
@@ -198,7 +201,7 @@ class ModuleProvider:
             if name in optimizer_state:
                 placed = {
                     key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
-                    for key, value in loaded.items()
+                    for key, value in whole(loaded).items()
                 }
                 self._optimizer.state[parameter] = nested(placed)
         self._set_hyperparameters(hyperparameters)
