@@ -83,7 +83,6 @@ class ShardedProvider(ModuleProvider):
             )
         self._others = {name: each for name, each in self._parameters.items() if id(each) not in updated}
         self._blocks = {name: block_held(each, name) for name, each in self._parameters.items()}
-        self._stepped = False
         self._framework = "-".join(["fsdp", *sorted(meshes_of(self._parameters.values()))])
         super().__init__(model, optimizer, beside=beside)
 
@@ -178,12 +177,6 @@ class ShardedProvider(ModuleProvider):
                 "be replayed bit for bit. Use AdamW, or Adam with fused=True, or sum before each step: p.grad = "
                 "p.grad.redistribute(placements=p.placements)"
             )
-
-    def end_of_step(self) -> None:
-        if not self._stepped:  # the first step makes the optimizer's state
-            self._stepped = True
-            self.optimizer_state()
-        super().end_of_step()
 
     def end_of_iteration(self, end: End) -> None:
         if end is not End.UNSEEN:  # no pass is under way

@@ -66,6 +66,8 @@ class ModuleProvider:
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(model)
         self._own_state = OwnState(optimizer)
+        self._states = 0
+        """How many there were when it was last seen whether the optimizer's state can be saved."""
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
         self._live = Unmoved()
@@ -167,6 +169,9 @@ class ModuleProvider:
 
     def end_of_step(self) -> None:
         self._own_state.look()
+        if (states := len(self._optimizer.state)) != self._states:  # those that the first step makes, as a rule
+            self._states = states
+            self.optimizer_state()
         self.beside.end_of_step()
 
     def end_of_iteration(self, end: End) -> None:
