@@ -67,8 +67,8 @@ def checked(place: Any) -> tuple[int, int]:
 def trained_by_name(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.nn.Parameter]:
     """By the model's names, in their order in it."""
     tensors, masters = ModuleTensors(model), masters_by_name(model, optimizer)
-    ordered = [name for name, _ in model.named_parameters() if name in masters]
-    return {tensors.model_name(name): masters[name] for name in (*ordered, *(masters.keys() - set(ordered)))}
+    ordered = dict.fromkeys((*(name for name, _ in model.named_parameters() if name in masters), *masters))
+    return {tensors.model_name(name): masters[name] for name in ordered}
 
 
 def layer_of(name: str) -> str:

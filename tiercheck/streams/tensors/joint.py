@@ -58,7 +58,7 @@ def kind_of(optimizer: AnyOptimizer) -> str:
     """The qualified name of its class. Of several classes those of all parts, with their numbers of parameter groups
     (:func:`kinds_in`)."""
     parts = parts_of(optimizer)
-    if len(kinds := [qualified(type(part)) for part in parts]) > 1 and len(set(kinds)) > 1:
+    if len(set(kinds := [qualified(type(part)) for part in parts])) > 1:
         return AND.join(f"{kind} ({len(part.param_groups)})" for kind, part in zip(kinds, parts, strict=True))
     return kinds[0]
 
