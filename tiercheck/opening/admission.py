@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.first_tier import BASES_MAX, Holding, Sizes, holding
+from tiercheck.policy.observation import Role
 from tiercheck.policy.policies import CadencePolicy, EveryVersions
+from tiercheck.policy.recovery.agreement import needs_agreement
 from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX
 from tiercheck.streams.state import StateStream
 from tiercheck.types import bytes_text
@@ -180,10 +183,10 @@ def demand_of(
     return Demand(held, ranks, stream.trained_parameters)
 
 
-def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool, together: bool) -> None:
+def refuse_gaps(config: CheckpointConfig, world_size: int, roles: Sequence[Role], *, together: bool) -> None:
     """Errors: ``ConfigurationError`` if ranks may go on after failed saves, or replay their steps ``together``, and
     nothing tells one rank which bases the others still have: it would delete the last one that all of them share."""
-    if world_size == 1 or shared:
+    if not needs_agreement(roles, world_size):
         return
     if together:
         raise ConfigurationError(

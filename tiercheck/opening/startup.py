@@ -345,8 +345,7 @@ class _Startup:
         # A little less than the deadline, so that the error names the tier.
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
-        shared, together = any(tier.role.shared for tier in tiers.tiers), self.trained.steps_together
-        refuse_gaps(config, ranks.world_size, shared=shared, together=together)
+        refuse_gaps(config, ranks.world_size, tiers.roles, together=self.trained.steps_together)
         self.policies.check(placed, tiers)
         policies = self.policies
         wrapped = placed.tiers[0].wrap is not None

@@ -23,6 +23,7 @@ from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.lag import LagBound
 from tiercheck.recording.modes import BaseEvent, Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
+from tiercheck.recording.parts import StepParts
 from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX, RecordCloser
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
@@ -112,10 +113,7 @@ class Recorder:
         self._saves = Saves(config, self._modes)
         self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
-        self._in_parts = False
-        """One of several optimizers has stepped, and the step is not done."""
-        self._written_between = False
-        """Something else wrote to parameters between two of them."""
+        self._parts = StepParts(stream)
         self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
         self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
         self._bases = Bases(
@@ -145,7 +143,6 @@ class Recorder:
             config=config,
             folds=folds,
         )
-
         self._lag = LagBound(
             hierarchy,
             mover,
@@ -195,7 +192,7 @@ class Recorder:
         began = self._scheduler.time()
         async with _Recording(self, version):
             if self._modes.record.state is not Record.NONE:
-                self._look_between_parts()
+                self._parts.look()
             elif self._stream.masters_written():
                 await self._leave_out(version)
             else:
@@ -216,26 +213,19 @@ class Recorder:
         # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
         if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
-        written = self._stream.masters_written() or self._rewritten() or self._written_between
-        self._in_parts = self._written_between = False
+        written = any((self._parts.end(), self._stream.masters_written())) or self._rewritten()
         await self._publish_differential(version, began, skipped=False, written=written)
 
     def part_stepped(self) -> None:
-        """The step is one of several optimizers, and one of them has stepped. What is written from here to the next
-        :meth:`capture` of the version, or to :meth:`stepped`, is no part of any."""
-        self._stream.mark_stepped()
-        self._in_parts = True
-
-    def _look_between_parts(self) -> None:
-        if self._in_parts and self._stream.masters_written():
-            self._written_between = True
+        """One of several optimizers has: what is written until :meth:`capture` or :meth:`stepped` is no step's."""
+        self._parts.stepped()
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows. Later writes to the parameters are no part of the
         step."""
         self.trained = version
         began = self._scheduler.time()
-        self._look_between_parts()
+        self._parts.look()
         self._stream.mark_stepped(every_bit=self._bases.may_be_due(version))
         self._saves.count(base_stall_s=self._scheduler.time() - began)
 

@@ -32,7 +32,7 @@ from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layou
 from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
-from tiercheck.integrations.deepspeed.support import refuse_unsupported
+from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
@@ -88,7 +88,7 @@ class DeepSpeedProvider:
         """How many micro-batches there were as of the version restored."""
         self._at_step: dict[str, Any] | None = None
         """The engine's host state as of the last step with its tail, if the version is not published otherwise."""
-        _refuse_odd_tensors(self._layout)
+        refuse_odd_masters(self._layout)
 
     # What the rank trains
 
@@ -488,19 +488,6 @@ class DeepSpeedProvider:
         states.pop(master.tensor, None)
         if loaded:
             states[master.tensor] = loaded
-
-
-def _refuse_odd_tensors(layout: MasterLayout) -> None:
-    masters = layout.masters()
-    if not masters:
-        raise UnsupportedSetup("the optimizer updates no tensor on this rank, so there is nothing to save")
-    if len({master.name for master in masters}) != len(masters):
-        raise UnsupportedSetup("two parameters of the optimizer have one name; give each parameter one place in it")
-    for master in masters:
-        if master.tensor.dtype is not torch.float32:
-            raise UnsupportedSetup(f"the master {master.name} is {master.tensor.dtype}; supported is torch.float32")
-        if master.tensor.device.type == "meta":
-            raise UnsupportedSetup(f"the master {master.name} is on the meta device; materialise the model first")
 
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.integrations.deepspeed.layouts import MasterLayout
 
-__all__ = ["refuse_ranks_that_share_parameters", "refuse_unsupported"]
+__all__ = ["refuse_odd_masters", "refuse_ranks_that_share_parameters", "refuse_unsupported"]
 
 SUPPORTED = "ZeRO 0-3 in fp32, bf16 or fp16 on the training device, without offload"
 
@@ -142,3 +143,17 @@ def _data(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
         "a pipeline engine that owns its data loader (training_data); pass data_iter to train_batch instead",
         lambda: isinstance(engine, PipelineEngine) and engine.training_dataloader is not None,
     )
+
+
+def refuse_odd_masters(layout: MasterLayout) -> None:
+    """Raise ``UnsupportedSetup`` for masters that cannot be told apart, or be saved."""
+    masters = layout.masters()
+    if not masters:
+        raise UnsupportedSetup("the optimizer updates no tensor on this rank, so there is nothing to save")
+    if len({master.name for master in masters}) != len(masters):
+        raise UnsupportedSetup("two parameters of the optimizer have one name; give each parameter one place in it")
+    for master in masters:
+        if master.tensor.dtype is not torch.float32:
+            raise UnsupportedSetup(f"the master {master.name} is {master.tensor.dtype}; supported is torch.float32")
+        if master.tensor.device.type == "meta":
+            raise UnsupportedSetup(f"the master {master.name} is on the meta device; materialise the model first")

@@ -55,6 +55,7 @@ from tiercheck.streams.records.record_names import (
     host_name,
     record_name,
 )
+from tiercheck.streams.records.step_options import StepOptions
 from tiercheck.streams.tensors.as_bytes import NAMES, array_of, dtype_name, tensor_in, tensor_of
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
 from tiercheck.types import Fidelity
@@ -151,9 +152,7 @@ class DifferentialCapture(IterationCapture):
         """The gradients and the header end there."""
         self._beside_nbytes = beside_nbytes
         self._base = stream.bases_begun
-        self._hyperparameters = stream.provider.hyperparameters()
-        self._begun = False
-        """Gradients have come."""
+        self._options = StepOptions(stream.provider)
         self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
         """Of gradients that were not gathered, and of those that hold numbers which are not finite."""
@@ -164,9 +163,8 @@ class DifferentialCapture(IterationCapture):
         self._checksums: dict[str, str] = {}
         self._on_device: DeviceGradients | None = None
         if stream.on_device is not None:
-            late = stream.comparisons()
-            common = stream.on_device
-            self._on_device = DeviceGradients(common, self._writer, memory, key.first, late, self._base)
+            of_all, late = stream.on_device, stream.comparisons()
+            self._on_device = DeviceGradients(of_all, self._writer, memory, key.first, late, self._base)
 
     def move(self, memory: memoryview) -> None:
         if self._on_device:
@@ -184,22 +182,13 @@ class DifferentialCapture(IterationCapture):
         That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
-        if self._begun:
-            self._look_at_options(gradients)
-        self._begun = True
+        self._options.take(gradients)
         if self._on_device:
             for name in gradients:
                 self._check_new(name)
             self._on_device.send(gradients, self._stream.masters, self._nbytes_before)
         else:
             self._take(gradients)
-
-    def _look_at_options(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Those of the gradients' groups are as of this part of the step: the loop may have set them since the last."""
-        provider = self._stream.provider
-        now, group_of = provider.hyperparameters(), provider.group_of()
-        for group in {group_of[name] for name in gradients if name in group_of}:
-            self._hyperparameters[group] = now[group]
 
     def _take(self, gradients: Mapping[str, torch.Tensor]) -> None:
         kept, self._kept = self._kept, frozenset()
@@ -351,7 +340,7 @@ class DifferentialCapture(IterationCapture):
         return buffers
 
     def _record(self, skipped: bool) -> PackedObject:
-        said = {"skipped": skipped, "hyperparameters": self._hyperparameters}
+        said = {"skipped": skipped, "hyperparameters": self._options.groups}
         name, gathered = record_name(self._key.first), self._gathered
         if gathered is not None and not self._encodings:
             return PackedObject(host_state.pack_with(said, {"gradients": gathered.packed()}, name=name))
