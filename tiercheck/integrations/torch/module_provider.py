@@ -13,7 +13,7 @@ from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
-from tiercheck.streams.tensors.joint import AnyOptimizer
+from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.nested import flat, nested
 from tiercheck.streams.tensors.own_state import OwnState
@@ -66,6 +66,8 @@ class ModuleProvider:
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(model)
         self._own_state = OwnState(optimizer)
+        self._keeps_plain = all(type(each).__module__.startswith("torch.") for each in parts_of(optimizer))
+        """Whether what it holds of a parameter is plain tensors and numbers, as torch's own do."""
         self._states = 0
         """How many there were when it was last seen whether the optimizer's state can be saved."""
         self._masters = masters_by_name(model, optimizer)
@@ -108,8 +110,21 @@ class ModuleProvider:
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         state = self._optimizer.state
-        held = {name: flat(state[tensor]) for name, tensor in self._masters.items() if state.get(tensor)}
-        return {name: apart(self.held_here(name, each), name) for name, each in held.items()}
+        return {name: self._in_plain(name, state[each]) for name, each in self._masters.items() if state.get(each)}
+
+    def _in_plain(self, master: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank holds of the optimizer's state of a master, in plain tensors and values."""
+        if self._keeps_plain:
+            return self.held_here(master, dict(state))
+        return apart(self.held_here(master, flat(state)), master)
+
+    def _as_kept(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """The inverse: as the optimizer keeps it."""
+        placed = {
+            key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
+            for key, value in (state if self._keeps_plain else whole(state)).items()
+        }
+        return placed if self._keeps_plain else nested(placed)
 
     def held_here(self, master: str, state: dict[str, Any]) -> dict[str, Any]:
         """What this rank holds of the optimizer's state of a master."""
@@ -197,18 +212,14 @@ class ModuleProvider:
         copy_into(self.masters(), masters)
         group_of = self.group_of()
         for name, parameter in self._masters.items():
-            options, current = self._optimizer.param_groups[group_of[name]], self._optimizer.state.pop(parameter, {})
-            current = apart(self.held_here(name, flat(current)), name)
+            options = self._optimizer.param_groups[group_of[name]]
+            current = self._in_plain(name, self._optimizer.state.pop(parameter, {}))
             loaded = {
                 key: loaded_value(current.get(key), value, options, parameter.device)
                 for key, value in optimizer_state.get(name, {}).items()
             }
             if name in optimizer_state:
-                placed = {
-                    key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
-                    for key, value in whole(loaded).items()
-                }
-                self._optimizer.state[parameter] = nested(placed)
+                self._optimizer.state[parameter] = self._as_kept(loaded, parameter)
         self._set_hyperparameters(hyperparameters)
 
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
