@@ -404,12 +404,20 @@ def header_length(buffer: memoryview) -> int:
     return nbytes
 
 
+def read_string(literal: str) -> str:
+    """Errors: ``ValueError`` for half of a surrogate pair, which Python takes for text, and other readers refuse."""
+    string: str = json.loads(literal)
+    if "\\u" in literal and any("\ud800" <= each <= "\udfff" for each in string):
+        raise ValueError("its header has half of a surrogate pair")
+    return string
+
+
 def read_metadata(text: str) -> tuple[dict[str, str], int]:
     """The strings of ``__metadata__`` and the position of the brace that closes them."""
     strings: dict[str, str] = {}
     position = len(f'{{"{METADATA}":{{')
     while match := _PAIR.match(text, position):
-        name, value, separator = json.loads(match[1]), json.loads(match[2]), match[3]
+        name, value, separator = read_string(match[1]), read_string(match[2]), match[3]
         if name in strings:
             raise ValueError(f"its header has {name[:80]!r} twice")
         strings[name] = value
@@ -449,7 +457,7 @@ def read_extents(text: str, position: int, checksums: dict[str, str], dtypes: di
     seen: set[str] = set()
     stop = 0
     while match := _TENSOR.match(text, position):
-        name, dtype = json.loads(match[1]), match[2]
+        name, dtype = read_string(match[1]), match[2]
         shape = tuple(map(int, match[3].split(","))) if match[3] else ()
         if name in seen:
             raise ValueError(f"its header has the tensor {name[:80]!r} twice")

@@ -117,6 +117,25 @@ def test_torch_and_numpy_memory_compare_equal_through_the_library():
     np.testing.assert_array_equal(safetensors.numpy.load(file)["x"], tensor.numpy())
 
 
+@pytest.mark.parametrize("half", [rb"\ud800", rb"\udc00", rb"a\ud800\u0041"])
+def test_half_of_a_surrogate_pair_is_refused_as_other_readers_do(half):
+    """Under a checksum that is right."""
+    metadata = dataclasses.replace(METADATA, notes={"said": "\U00010000" + "." * (len(half) - 6)})
+    file = b"".join(payload(metadata, [TensorEntry("x", "U8", (1,), b"1")], {}))
+    whole = rb"\ud800\udc00" + b"." * (len(half) - 6)
+    assert file.count(whole) == 1
+    assert parse(file).metadata.notes["said"][0] == "\U00010000"
+    forged = bytearray(file.replace(whole, half.ljust(len(whole), b".")))
+    digest = forged.index(b'"xxh3_64":"') + 11
+    forged[digest : digest + 16] = b"0" * 16
+    length = 8 + int.from_bytes(forged[:8], "little")
+    forged[digest : digest + 16] = xxhash.xxh3_64_hexdigest(bytes(forged[:length])).encode()
+    with pytest.raises(Corruption, match="half of a surrogate pair"):
+        parse(forged)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(bytes(forged))
+
+
 def test_tensors_are_aligned_from_the_files_start():
     entries = [TensorEntry(f"t{size}", "U8", (size,), bytes([size]) * size) for size in (1, 63, 64, 65, 0, 7, 128)]
     for file in (b"".join(payload(METADATA, entries, OBJECTS)), write(entries, OBJECTS)):
