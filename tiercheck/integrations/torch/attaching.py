@@ -234,12 +234,10 @@ class _Hooks:
         self._order.prime()
         meet = (lambda: None) if self._owned is None else self._owned.meet
         self._iterations = Iterations(self.provider, checkpointer, meet=meet)
-        for actions, action in (
-            (checkpointer.on_end_iteration, self._iterations.said),
-            (checkpointer.on_close, self._iterations.over),
-        ):
-            actions(self._end_joint_step)
-            actions(action)
+        checkpointer.on_end_iteration(self._end_joint_step)
+        checkpointer.on_end_iteration(self._iterations.said)
+        checkpointer.on_close(self._end_joint_step)
+        checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)
         for each in self._step_hooks.values():
             checkpointer.on_end(each.warn_of_the_next_step)

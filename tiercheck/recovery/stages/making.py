@@ -14,8 +14,10 @@ optimizer updates (frozen parameters, buffers). The host state (counters, schedu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from tiercheck.errors import RecoveryError
@@ -67,6 +69,8 @@ class StageMaking:
         self.lost = lost
         self._newest_of = newest_of
         self._places: list[StagePlace] = []
+        self._columns: list[int] = []
+        """By rank, which one it is of its stage. Ranks of one column are one pipeline."""
         self._planned: tuple[Substitute, ...] = ()
         self._exponent = 0.0
         """Of the norms, from the moment on at which they are known; all weigh alike before."""
@@ -83,9 +87,12 @@ class StageMaking:
         self._places = await self._ranks.gather(doing, lambda: self._state.place, kind=StagePlace)
         if len({place.stages for place in self._places}) > 1:
             raise RecoveryError("the ranks are stages of pipelines of different lengths: no lost stage can be made")
-        for lost in (self._places[rank] for rank in sorted(self.lost)):
-            for other in self._places:
-                refuse_one_name_for_two(lost, other)
+        one_of = {place.stage: place for place in self._places}
+        for stage in sorted({self._places[rank].stage for rank in self.lost}):
+            for other in one_of.values():
+                refuse_one_name_for_two(one_of[stage], other)
+        of_stage: dict[int, Iterator[int]] = defaultdict(count)
+        self._columns = [next(of_stage[place.stage]) for place in self._places]
 
     @property
     def has_copies(self) -> bool:
@@ -257,15 +264,11 @@ class StageMaking:
         return [each.shares] * len(self._layers(each, each.stage))
 
     def _nearest(self, rank: int) -> int:
-        """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two.
-        Ranks of one column are one pipeline: of each stage the first, the second, and so on."""
+        """The rank whose host state a lost one takes: of the same column, in the nearest stage, the earlier of two."""
         stage = self._places[rank].stage
         left = [each for each in range(len(self._places)) if each not in self.lost]
-        column = [each for each in left if self._column(each) == self._column(rank)] or left
+        column = [each for each in left if self._columns[each] == self._columns[rank]] or left
         return min(column, key=lambda each: (abs(self._places[each].stage - stage), self._places[each].stage))
-
-    def _column(self, rank: int) -> int:
-        return self._of_stage(self._places[rank].stage).index(rank)
 
     async def _host_states(self, host_state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """This rank's, or that of the nearest one."""

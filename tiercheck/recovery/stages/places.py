@@ -12,7 +12,7 @@ from tiercheck.streams.stage import StagePlace, StageState
 __all__ = ["StageTold", "check_pipeline", "refuse_one_name_for_two", "stage_state", "stage_told"]
 
 StageTold = tuple[int, int, str]
-"""Which stage a rank is, of how many, and the first of its layers that no other stage has."""
+"""Which stage a rank is, of how many, and the first of its layers that is not tied."""
 
 
 def stage_state(state: StageState | None) -> StageState:
@@ -28,8 +28,8 @@ def stage_told(place: StagePlace) -> StageTold:
 
 
 def check_pipeline(told: Iterable[StageTold]) -> None:
-    """So that a job is not told when a stage is lost. Errors: ``ConfigurationError`` if a stage is missing, the ranks
-    are of pipelines of different lengths, or two stages have a layer of the same name."""
+    """At the start, so that nobody learns of it when a stage is lost. Errors: ``ConfigurationError`` if a stage is
+    missing, the ranks are of pipelines of different lengths, or two stages have a layer of the same name."""
     found = [(stage, stages, layer) for stage, stages, layer in told]
     if len({stages for _, stages, _ in found}) > 1:
         raise ConfigurationError(

@@ -163,8 +163,8 @@ class DifferentialCapture(IterationCapture):
         self._checksums: dict[str, str] = {}
         self._on_device: DeviceGradients | None = None
         if stream.on_device is not None:
-            of_all, late = stream.on_device, stream.comparisons()
-            self._on_device = DeviceGradients(of_all, self._writer, memory, key.first, late, self._base)
+            common, late = stream.on_device, stream.comparisons()
+            self._on_device = DeviceGradients(common, self._writer, memory, key.first, late, self._base)
 
     def move(self, memory: memoryview) -> None:
         if self._on_device:

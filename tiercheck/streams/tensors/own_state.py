@@ -66,6 +66,8 @@ class _Part:
         self._entries = 0
         """How many entries ``state`` had when its keys were looked at."""
         self._look_at_keys()
+        self._given_state: Mapping[Any, Any] = self.saved().get("state", {})
+        """What was under them as the script made it."""
 
     def look(self) -> None:
         self._look_at_keys()
@@ -83,7 +85,7 @@ class _Part:
     def restore(self, saved: Mapping[str, Any]) -> None:
         for key in self._keys:
             self._optimizer.state.pop(key, None)
-        for key, value in saved.get("state", {}).items():
+        for key, value in saved.get("state", self._given_state).items():
             self._optimizer.state[key] = from_storable(value)
         moved = {name: from_storable(value) for name, value in saved.get("attributes", {}).items()}
         self._moving |= moved.keys()
@@ -127,4 +129,4 @@ class _Part:
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other or one != one)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))

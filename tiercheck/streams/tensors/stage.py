@@ -175,15 +175,15 @@ class GradientNorms:
         for name, gradient in gradients.items():
             flat = gradient.reshape(-1)
             parts = [(layer, flat[start:stop]) for layer, start, stop in self._parts.get(name, ())]
-            weight = self._weights.get(name, 1.0)
-            self._squares[name] = [(layer, square_of(part) * weight) for layer, part in parts]
+            self._squares[name] = [(layer, square_of(part)) for layer, part in parts]
 
     def host_state(self) -> dict[str, Any]:
         """What a version says of its last step; of a layer that has not been stepped yet, no number."""
-        if squares := [each for found in self._squares.values() for each in found]:
+        if squares := [(name, *each) for name, found in self._squares.items() for each in found]:
             self._known = dict.fromkeys(self._known, 0.0)
-            for (layer, _), square in zip(squares, torch.stack([each for _, each in squares]).tolist(), strict=True):
-                self._known[layer] += square
+            values = torch.stack([each for *_, each in squares]).tolist()  # the device is waited for once
+            for (name, layer, _), square in zip(squares, values, strict=True):
+                self._known[layer] += square * self._weights.get(name, 1.0)
         return {NORMS: dict(self._known)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

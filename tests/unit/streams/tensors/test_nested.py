@@ -8,9 +8,7 @@ import torch
 
 import tiercheck
 from tests.training import memory
-from tiercheck.config import CheckpointConfig
-from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.torch import attach
+from tests.unit.streams.tensors.lives import life
 from tiercheck.streams.tensors.nested import flat, nested
 
 
@@ -37,36 +35,21 @@ class Preconditioned(torch.optim.Optimizer):
                 parameter.add_(state["factors"][0] @ fast / state["momentum"]["steps"], alpha=-group["lr"])
 
 
-def life(url: str, last: int) -> dict[str, torch.Tensor]:
-    """The parameters at its end, which is as by a crash."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = Preconditioned(model.parameters())
-    checkpointer = attach(
-        model, optimizer, Hierarchy.of(url), config=CheckpointConfig(base_every=2, batch=1, deadline_s=30)
-    )
-    assert checkpointer.recovery is None or checkpointer.recovery.fidelity == "exact"
-    while checkpointer.version < last:
-        model.zero_grad()
-        model(torch.full((1, 3), float(checkpointer.version))).sin().sum().backward()
-        optimizer.step()
-        checkpointer.end_iteration()
-    checkpointer.flush()
-    checkpointer.abort()
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+def lived(url: str, last: int) -> list[bytes]:
+    return life(url, last, lambda model: Preconditioned(model.parameters()), base_every=2)
 
 
 def test_it_is_resumed_bit_for_bit() -> None:
-    whole = life(memory(), 9)
+    whole = lived(memory(), 9)
     url = memory()
     for last in (3, 4, 9):
-        found = life(url, last)
-    assert all(torch.equal(found[name], each) for name, each in whole.items())
+        found = lived(url, last)
+    assert found == whole
 
 
 def test_tensors_in_it_are_stored_as_tensors() -> None:
     url = memory()
-    life(url, 4)
+    lived(url, 4)
     with tiercheck.open(url) as archive:
         rebuilt = archive.rebuild(0, version=4)
     state = rebuilt.state.optimizer_state()["weight"]

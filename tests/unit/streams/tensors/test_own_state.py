@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,10 @@ import pytest
 import torch
 
 from tests.training import memory
-from tiercheck.config import CheckpointConfig
+from tests.unit.streams.tensors.lives import life
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.torch import attach
 from tiercheck.streams.tensors.joint import JointOptimizer
-from tiercheck.streams.tensors.own_state import OwnState
+from tiercheck.streams.tensors.own_state import OwnState, same
 
 LAST = 9
 
@@ -81,34 +80,16 @@ def two(model: torch.nn.Module) -> Any:
     return [AsNumber([weight]), InState([bias])]
 
 
-def life(url: str, last: int, make: Callable[[torch.nn.Module], Any]) -> list[float]:
-    """The parameters at its end, which is as by a crash."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    made = make(model)
-    optimizers = made if isinstance(made, list) else [made]
-    checkpointer = attach(model, made, Hierarchy.of(url), config=CheckpointConfig(base_every=4, deadline_s=30))
-    assert checkpointer.recovery is None or checkpointer.recovery.fidelity == "exact"
-    while checkpointer.version < last:
-        model.zero_grad()
-        model(torch.full((1, 3), float(checkpointer.version))).square().sum().backward()
-        for each in optimizers:
-            each.step()
-        checkpointer.end_iteration()
-    checkpointer.abort()
-    return [value for each in model.parameters() for value in each.flatten().tolist()]
-
-
 @pytest.mark.parametrize(
     "make", [one(InState), one(AsNumber), one(AsTensor), one(MadeInTheStep), two],
     ids=["under a key in the state", "a number", "a tensor", "made in the step", "of two optimizers"],
 )  # fmt: skip
 def test_it_is_resumed_bit_for_bit(make: Callable[[torch.nn.Module], Any]) -> None:
     """Also if the life before ended at a base, or has taken a step since it was resumed."""
-    whole = life(memory(), LAST, make)
+    whole = life(memory(), LAST, make, base_every=4)
     url = memory()
     for last in (3, 4, 5, LAST):
-        found = life(url, last, make)
+        found = life(url, last, make, base_every=4)
     assert found == whole
 
 
@@ -130,6 +111,23 @@ def test_only_what_a_step_changes_is_saved_and_what_is_not_is_as_the_script_made
     assert (optimizer._steps, optimizer.label, optimizer.offset) == (2, "decaying", 1)
 
 
+def test_what_was_under_a_key_from_the_start_is_there_if_a_version_lacks_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = InState([parameter])
+    optimizer.state["shared"] = {"steps": torch.tensor(5), "seen": [5]}
+    own = OwnState(optimizer)
+    optimizer.count()
+    own.look()
+    own.taken_from([{"lr": 0.1}])
+    assert optimizer.count() == 12
+
+
+def test_a_number_that_becomes_nan_is_seen_to_change() -> None:
+    assert same(math.nan, math.nan)
+    assert not same(3.0, math.nan)
+    assert not same(math.nan, 3.0)
+
+
 def test_torchs_own_optimizers_keep_nothing_of_the_kind() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     joint = JointOptimizer([torch.optim.AdamW(parameters[:1], fused=True), torch.optim.Adagrad(parameters[1:])])
@@ -148,4 +146,4 @@ def test_a_key_that_no_version_can_hold_is_refused_at_the_first_step() -> None:
             return 1.0
 
     with pytest.raises(UnsupportedSetup, match=r"Odd keeps state under \('a', 'pair'\), which is neither a parameter"):
-        life(memory(), 1, one(Odd))
+        life(memory(), 1, one(Odd), base_every=4)

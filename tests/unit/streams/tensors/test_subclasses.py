@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import tiercheck
 from tests.training import memory
-from tiercheck.config import CheckpointConfig
+from tests.unit.streams.tensors.lives import life
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
@@ -70,28 +70,15 @@ class InEightBits(torch.optim.Optimizer):
                 parameter.sub_(state["momentum"].values(), alpha=group["lr"])
 
 
-def life(url: str, last: int) -> list[bytes]:
-    """The parameters at its end, which is as by a crash."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = InEightBits(model.parameters())
-    checkpointer = attach(model, optimizer, Hierarchy.of(url), config=CheckpointConfig(base_every=3, deadline_s=30))
-    assert checkpointer.recovery is None or checkpointer.recovery.fidelity == "exact"
-    while checkpointer.version < last:
-        model.zero_grad()
-        model(torch.full((1, 3), float(checkpointer.version))).sin().sum().backward()
-        optimizer.step()
-        checkpointer.end_iteration()
-    checkpointer.flush()
-    checkpointer.abort()
-    return [each.detach().numpy().tobytes() for each in model.parameters()]
+def lived(url: str, last: int) -> list[bytes]:
+    return life(url, last, lambda model: InEightBits(model.parameters()), base_every=3)
 
 
 def test_it_is_resumed_bit_for_bit() -> None:
-    expected = life(memory(), 9)
+    expected = lived(memory(), 9)
     url = memory()
     for last in (2, 4, 6, 9):
-        found = life(url, last)
+        found = lived(url, last)
     assert found == expected
     with tiercheck.open(url) as archive:
         state = archive.rebuild(0, version=9).state.optimizer_state()["weight"]
