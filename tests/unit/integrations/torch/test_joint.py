@@ -56,7 +56,7 @@ class Loop:
         self.checkpointer: Checkpointer | None = None
 
     def attach(self, *urls: str, **config: Any) -> Checkpointer:
-        settings = CheckpointConfig(deadline_s=30, **config)
+        settings = CheckpointConfig(**{"deadline_s": 30, **config})
         beside = {str(at): each for at, each in enumerate(self.schedulers)}
         self.checkpointer = attach(self.model, self.optimizers, Hierarchy.of(*urls), config=settings, after_step=beside)
         return self.checkpointer
@@ -184,11 +184,12 @@ def test_a_scheduler_of_the_second_one_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("made", [muon, adamw])
 def test_bases_are_folded(made: Callable[[torch.nn.Module], Optimizers], tmp_path: Path) -> None:
-    """By a kernel if all are of one class that has one, else by calling them."""
+    """By a kernel if all are of one class that has one, else by calling them. A process of its own does it, which
+    imports torch first and gets a busy processor last."""
     name = f"test-joint-{uuid.uuid4().hex[:12]}"
     urls = f"shm://{name}?size=64MiB", f"nvme://{tmp_path}?survives=rack"
     loop = Loop(1, made)
-    with loop.attach(*urls, base_every=4, bases="fold") as checkpointer:
+    with loop.attach(*urls, base_every=4, bases="fold", deadline_s=200) as checkpointer:
         loop.train(LAST)
         checkpointer.flush()
         assert checkpointer.stats.mover.folded_bases
