@@ -91,8 +91,8 @@ def fsdp() -> Training:
     return torch_training(model)
 
 
-def deepspeed(stage: int, *, fused: bool, dtype: str = "bf16") -> Training:
-    """``fused``: by DeepSpeed's own Adam, which it compiles; else by torch's fused one."""
+def deepspeed(stage: int, *, fused: bool, dtype: str = "bf16", offload: tuple[str, ...] = ()) -> Training:
+    """``fused``: by DeepSpeed's own Adam, which it compiles; else by torch's fused one. ``offload``: to the CPU."""
     import deepspeed
 
     from tiercheck.integrations.deepspeed import attach
@@ -113,7 +113,9 @@ def deepspeed(stage: int, *, fused: bool, dtype: str = "bf16") -> Training:
             "contiguous_gradients": True,
             "reduce_bucket_size": 200_000,
             "stage3_param_persistence_threshold": 1000,
+            **{f"offload_{what}": {"device": "cpu"} for what in offload},
         },
+        "zero_force_ds_cpu_optimizer": False,
         dtype: {"enabled": True},
     }
     if dtype == "fp16":
@@ -144,6 +146,8 @@ JOBS: dict[str, Callable[[], Training]] = {
     **{f"zero{stage}": lambda stage=stage: deepspeed(stage, fused=False) for stage in range(4)},
     **{f"zero{stage}-FusedAdam": lambda stage=stage: deepspeed(stage, fused=True) for stage in (1, 2, 3)},
     "zero1-fp16": lambda: deepspeed(1, fused=False, dtype="fp16"),
+    "zero2-offload": lambda: deepspeed(2, fused=False, offload=("optimizer",)),
+    "zero3-offload": lambda: deepspeed(3, fused=False, offload=("optimizer", "param")),
 }
 
 

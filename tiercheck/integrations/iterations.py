@@ -7,17 +7,13 @@ training begins; or, if neither was seen, the next step comes, or the job's end.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable
+from typing import Protocol
 
 from tiercheck.checkpointer import Checkpointer
-from tiercheck.errors import UnsupportedSetup
 from tiercheck.streams.tensors.beside import Beside, End
 
-__all__ = ["Iterations", "Provider", "refuse_forgotten_scaler", "refuse_forgotten_scheduler"]
+__all__ = ["Iterations", "Provider"]
 
 
 class Provider(Protocol):
@@ -140,35 +136,3 @@ class Iterations:
             self._checkpointer.complete(version)
         finally:
             self._provider.published()
-
-
-def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
-    """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` if one has
-    done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in."""
-    if scheduler is not None:
-        return
-    scheduled = [each for each in optimizers if hasattr(each.step, "_wrapped_by_lr_sched")]
-    given = [getattr(each, "optimizer", None) for each in beside.given()] if scheduled else []
-    if scheduled and not any(one is each for one in given for each in scheduled):
-        raise UnsupportedSetup(
-            "a learning-rate scheduler was made for the optimizer and is not attached, so that it would begin anew "
-            "after a failure: make it before attach, and pass it as scheduler= (or, if another object saves it, that)"
-        )
-
-
-def refuse_forgotten_scaler(beside: Beside) -> None:
-    """Called in the optimizer's step. Nothing but the call itself tells that a ``GradScaler`` makes it. Errors:
-    ``UnsupportedSetup`` if one does and was not passed: its scale would begin anew after a failure."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    scaler = None if frame is None else frame.f_locals["self"]
-    if scaler is None or not scaler.is_enabled():
-        return
-    for each in beside.given():
-        if each is scaler or any(part is scaler for part in getattr(each, "__dict__", {}).values()):
-            return
-    raise UnsupportedSetup(
-        "a GradScaler makes the optimizer's step and is not attached, so that its scale would begin anew after a "
-        "failure: pass it as scaler= (or, if another object saves it, that)"
-    )

@@ -158,10 +158,13 @@ def overruled_options(
     """The optimizer's options that the script gave otherwise than the checkpoint has them.
 
     A scheduler moves ``lr``: what it began with is compared then, or nothing (``scheduled``), where it does not tell.
+    What integrations have added under names of ours is state, and no option.
     """
     differing: list[str] = []
     for index, (before, after) in enumerate(zip(given, restored, strict=False)):
         for name in before.keys() & after.keys() - {"initial_lr"}:
+            if name.startswith("tiercheck."):
+                continue
             compared = name
             if name == "lr":
                 if scheduled or ("initial_lr" in before) != ("initial_lr" in after):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.cluster.deepspeed.plain_cpu_adam import PlainCPUAdam
 from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
 from tiercheck.format.container import ShardWriter
 from tiercheck.streams.records import constants
@@ -22,7 +24,7 @@ prepare_cpu()
 # What follows imports DeepSpeed, which looks at once for the accelerator that prepare_cpu() names.
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.ops.adam import FusedAdam  # noqa: E402
+from deepspeed.ops.adam import FusedAdam, cpu_adam  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
@@ -49,6 +51,10 @@ class Case:
     fp16: bool = False
     tensor_parallel: bool = False
     decay_in_gradient: bool = False
+    offload: tuple[str, ...] = ()
+    """To the CPU: ``optimizer``, ``param``."""
+    cpu_adam: bool = False
+    """DeepSpeed's compiled Adam, which it takes for what is offloaded, instead of torch's."""
     sequence_parallel: bool = False
     """All ranks share one sequence, as under Ulysses."""
 
@@ -67,8 +73,13 @@ class Case:
                 "stage3_prefetch_bucket_size": 4000,
             },
         }
+        for what in self.offload:
+            config["zero_optimization"][f"offload_{what}"] = {"device": "cpu", "pin_memory": False}
+        if self.offload and not self.cpu_adam:
+            config["zero_force_ds_cpu_optimizer"] = False
         if not self.fused:
-            parameters = {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}
+            betas = [0.91, 0.98] if self.cpu_adam else [0.9, 0.95]  # whose powers differ in fp32 if multiplied on
+            parameters = {"lr": 1e-2, "betas": betas, "torch_adam": not self.cpu_adam}
             config["optimizer"] = {"type": "AdamW", "params": parameters}
             if self.decay_in_gradient:
                 config["optimizer"] = {"type": "Adam", "params": {**parameters, "adam_w_mode": False}}
@@ -114,6 +125,9 @@ CASES = {
     "zero2-bf16-unmanaged": Case(2, True, accumulation=3, managed=False),
     "zero2-bf16-communicate-fp32": Case(2, True, accumulation=2, communicate_fp32=True),
     "zero0-bf16-fused": Case(0, True, accumulation=2, clipping=0.3, fused=True),
+    "zero1-bf16-offload": Case(1, True, accumulation=2, clipping=0.3, offload=("optimizer",)),
+    "zero2-fp32-offload-cpu-adam": Case(2, False, scheduler="cosine", offload=("optimizer",), cpu_adam=True),
+    "zero3-bf16-offload-cpu-adam": Case(3, True, clipping=0.3, offload=("optimizer", "param"), cpu_adam=True),
     "zero0-fp16": Case(0, False, accumulation=2, clipping=0.3, fp16=True),
     "zero1-fp16": Case(1, False, accumulation=2, clipping=0.3, fp16=True),
     "zero3-fp16": Case(3, False, scheduler="cosine", fp16=True),
@@ -215,6 +229,8 @@ def build(case: Case, seed: int, *, stages: int = 2, **changes: Any) -> Any:
     if case.fp16:  # torch's CPU kernels compute in fp16; DeepSpeed only does not offer it there
         get_accelerator().is_fp16_supported = lambda: True
         get_accelerator().supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
+    if case.cpu_adam and not os.environ.get("TESTS_COMPILED_CPU_ADAM"):
+        cpu_adam.CPUAdamBuilder = PlainCPUAdam
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

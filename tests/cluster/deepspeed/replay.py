@@ -61,7 +61,7 @@ def check_case(case: Case) -> list[str]:
     engine.destroy()
 
     replays: dict[str, Callable[..., None] | None] = {"apply": None}
-    if not case.fused:  # whose step count is no tensor
+    if not (case.fused or case.cpu_adam):  # whose step count is no tensor
         replays["in place"] = replay_in_place
     for name, replay in replays.items():
         engine = build(case, seed=2)

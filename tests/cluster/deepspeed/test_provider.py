@@ -32,6 +32,9 @@ REPLAYS = (
     "zero2-bf16-unmanaged",
     "zero2-bf16-communicate-fp32",
     "zero0-bf16-fused",
+    "zero1-bf16-offload",
+    "zero2-fp32-offload-cpu-adam",
+    "zero3-bf16-offload-cpu-adam",
     "zero0-fp16",
     "zero1-fp16",
     "zero3-fp16",
@@ -45,6 +48,7 @@ EDGES = (
     "skipped-zero3-fp32",
     "skipped-zero0-bf16",
     "skipped-zero1-fp16",
+    "skipped-zero2-bf16-offload-cpu-adam",
     "skipped-zero0-fp16",
     "skipped-in-a-pipeline",
     "kit-zero1-bf16",
@@ -83,6 +87,7 @@ RESUMES = (
     "zero1-bf16-accumulate-fp32-software",
     "zero2-bf16-software",
     "zero3-bf16-software",
+    "zero3-bf16-offload-cpu-adam-software",
     "pipeline-zero1-bf16-software",
 )
 

@@ -240,6 +240,14 @@ def test_a_write_that_only_all_bits_tell_of_is_called_approximate_from_the_next_
         assert any("1.weight" in note for note in recovery.notes)
 
 
+class AcceleratedScheduler:
+    """As ``accelerate.scheduler.AcceleratedScheduler``."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.scheduler = scheduler
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+
+
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_a_scheduler_that_was_forgotten_is_refused(made: str) -> None:
     loop = Training()
@@ -261,6 +269,16 @@ def test_a_scheduler_of_a_wrapped_optimizer_is_not_forgotten_either() -> None:
     with pytest.raises(UnsupportedSetup, match="is not attached"):
         loop.attach(Hierarchy.of(memory()))
     loop.attach(Hierarchy.of(memory()), stateful={"it": scheduler})
+    loop.step(1)
+
+
+def test_a_scheduler_of_what_wraps_the_attached_optimizer_is_not_forgotten_either() -> None:
+    """As Hugging Face's Trainer makes it: the optimizer that a DeepSpeed engine steps does not know the wrapper."""
+    loop = Training()
+    scheduler = torch.optim.lr_scheduler.StepLR(Accelerated(Accelerated(loop.optimizer)), 2)
+    with pytest.raises(UnsupportedSetup, match=r"is not attached.* \(under DeepSpeed, after_step=\)"):
+        loop.attach(Hierarchy.of(memory()))
+    loop.attach(Hierarchy.of(memory()), stateful={"it": AcceleratedScheduler(scheduler)})
     loop.step(1)
 
 

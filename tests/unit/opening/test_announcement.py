@@ -185,6 +185,10 @@ class TestAnOptionThatTheCheckpointOverrules:
     def test_a_list_is_a_tuple_that_was_stored(self) -> None:
         assert overruled_options([{"betas": (0.9, 0.95)}], [{"betas": [0.9, 0.95]}], scheduled=False) is None
 
+    def test_what_integrations_keep_there_is_not(self) -> None:
+        given, restored = ({"lr": 0.1, "tiercheck.own_state": {"0": step}} for step in (0, 4))
+        assert overruled_options([given], [restored], scheduled=False) is None
+
 
 def test_a_retention_policy_with_nothing_to_decide_is_told(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     for url, expected in ((f"nvme://{tmp_path}/own", True), (f"nvme://{tmp_path}/shared?survives=rack", False)):

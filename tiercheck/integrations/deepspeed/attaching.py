@@ -31,8 +31,9 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.forgotten import refuse_forgotten_scheduler, scheduled_wrappers
 from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
-from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.replicas import Alike
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lost_stage import LostStage
@@ -105,7 +106,8 @@ def attach(
         provider = DeepSpeedProvider(engine, beside)
         if lost is not None:
             provider.measure_norms()
-        refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
+        optimizers = provider.optimizer, *scheduled_wrappers(provider.optimizer)
+        refuse_forgotten_scheduler(optimizers, engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)
         made.append(_Hooks(provider, engine, in_step=stateful is None and after_step is None))

@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
+from tiercheck.integrations.deepspeed.cpu_adam import CPUAdamPowers
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
 from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
@@ -78,6 +79,7 @@ class DeepSpeedProvider:
         self._tensors = ModuleTensors(engine.module)
         self._layout: MasterLayout = layout_of(engine)
         self._own_state = OwnState(self._layout.inner)
+        self._powers = CPUAdamPowers(self._layout)
         self._replaying = False
         self._forward_begins: Callable[[], None] = lambda: None
         self._between = False
@@ -148,7 +150,8 @@ class DeepSpeedProvider:
         return index_of(self._engine, self._layout, self._tensors)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        return self._own_state.added_to([plain_options(group) for group in self.groups()])
+        options = [plain_options(group) for group in self.groups()]
+        return self._powers.added_to(self._own_state.added_to(options))
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, live."""
@@ -371,6 +374,7 @@ class DeepSpeedProvider:
         """
         self._check_gradients(gradients)
         self._set_hyperparameters(hyperparameters)
+        accumulating = [(master.tensor, master.tensor.grad) for master in self._layout.masters()]
         self._replaying = True
         try:
             for call in self._layout.calls():
@@ -383,8 +387,8 @@ class DeepSpeedProvider:
                     self._layout.inner.step()
         finally:
             self._replaying = False
-            for master in self._layout.masters():
-                master.tensor.grad = None
+            for tensor, buffer in accumulating:  # with offload, DeepSpeed copies gradients into these for good
+                tensor.grad = buffer
 
     def refresh(self) -> None:
         """Rebuild every parameter of the module from the masters. Collective."""
@@ -476,7 +480,7 @@ class DeepSpeedProvider:
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
         self._check_groups(hyperparameters)
-        taken = self._own_state.taken_from(hyperparameters)
+        taken = self._powers.taken_from(self._own_state.taken_from(hyperparameters))
         for group, options in zip(self._layout.groups(), taken, strict=True):
             set_options(group, options)
 

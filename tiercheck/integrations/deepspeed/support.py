@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import QuantizedParameter
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
@@ -20,13 +21,18 @@ from tiercheck.integrations.deepspeed.layouts import MasterLayout
 
 __all__ = ["refuse_odd_masters", "refuse_ranks_that_share_parameters", "refuse_unsupported"]
 
-SUPPORTED = "ZeRO 0-3 in fp32, bf16 or fp16 on the training device, without offload"
+SUPPORTED = "ZeRO 0-3 in fp32, bf16 or fp16, on the training device or offloaded to the CPU"
 
-_OPTIMIZERS_WITH_HIDDEN_STATE = ("onebit", "muon", "cpu_adam", "zenflow")
+_OPTIMIZERS_WITH_HIDDEN_STATE = ("onebit", "muon", "zenflow")
 
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise ``UnsupportedSetup`` naming everything about the engine that could not be saved or replayed."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UnsupportedSetup(
+            f"engine= must be the engine that deepspeed.initialize returns first, not {type(engine).__name__} (for a "
+            "model without one, use tiercheck.integrations.torch)"
+        )
     if engine.optimizer is None:
         raise UnsupportedSetup(f"the engine has no optimizer; supported: {SUPPORTED}")
     found = [what for what, present in _conditions(engine) if present()]
@@ -86,8 +92,16 @@ def _precision(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
 
 
 def _placement(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
-    yield "optimizer state offloaded (offload_optimizer)", lambda: _offloads(engine.zero_offload_optimizer())
-    yield "parameters offloaded (offload_param)", lambda: _offloads(engine.zero_offload_param())
+    optimizer, parameters = engine.zero_offload_optimizer(), engine.zero_offload_param()
+    yield (
+        "NVMe for what is offloaded (offload_optimizer, offload_param)",
+        lambda: "nvme" in (_device(optimizer), _device(parameters)),
+    )
+    yield (
+        "a part of the optimizer offloaded (ratio in offload_optimizer)",
+        lambda: _device(optimizer) != "none" and optimizer.ratio != 1.0,
+    )
+    yield "SuperOffload", lambda: bool(getattr(optimizer, "super_offload", False))
     yield "ZenFlow", lambda: bool(engine.zenflow)
     yield "hierarchical partitioning (zero_hpz_partition_size > 1)", lambda: engine.zero_hpz_partition_size() > 1
     yield "mixture of experts", lambda: bool(engine.has_moe_layers)
@@ -95,8 +109,8 @@ def _placement(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "the hybrid engine", lambda: isinstance(engine, DeepSpeedHybridEngine)
 
 
-def _offloads(config: Any) -> bool:
-    return config is not None and str(getattr(config.device, "value", config.device)) != "none"
+def _device(config: Any) -> str:
+    return "none" if config is None else str(getattr(config.device, "value", config.device))
 
 
 def _optimizer(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:

@@ -32,8 +32,9 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.forgotten import refuse_forgotten_scaler, refuse_forgotten_scheduler, scheduled_wrappers
 from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
-from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scaler, refuse_forgotten_scheduler
+from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
@@ -122,8 +123,8 @@ def attach(
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         only = scheduler if len(bares) == 1 else None  # of several, each has one of its own
-        for pair in zip(bares, given, strict=True):
-            refuse_forgotten_scheduler(pair, only, beside)
+        for one, as_given in zip(bares, given, strict=True):
+            refuse_forgotten_scheduler((one, as_given, *scheduled_wrappers(one)), only, beside)
         provider = provider_for(model)(model, bare, beside=beside)
         provider.trains_on_compressed = config is not None and config.train_on_compressed
         if stage is not None:
