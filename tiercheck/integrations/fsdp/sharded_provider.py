@@ -19,6 +19,7 @@ import torch
 from msgspec import structs
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import as_range
@@ -46,6 +47,8 @@ SUMMING = (
 """See :func:`sums_first`."""
 ELEMENTWISE = frozenset((*SUMMING, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop))
 """The optimizers that do the same with each element, whatever the others are."""
+SUMS_WHAT_IS_COMPUTED = TorchVersion(torch.__version__) < TorchVersion("2.15")
+"""Whether gradients are summed in the computation's dtype, if no ``reduce_dtype`` is given: else in the parameters'."""
 
 
 class ShardedProvider(ModuleProvider):
@@ -105,7 +108,8 @@ class ShardedProvider(ModuleProvider):
         summed: dict[int, torch.dtype | None] = {}
         for module in self._modules:  # of a parameter the innermost one, which is its own, comes last
             policy = module._get_fsdp_state()._mp_policy
-            summed |= dict.fromkeys(map(id, module.parameters()), policy.reduce_dtype or policy.param_dtype)
+            unless_said = policy.param_dtype if SUMS_WHAT_IS_COMPUTED else None
+            summed |= dict.fromkeys(map(id, module.parameters()), policy.reduce_dtype or unless_said)
         found = {name: summed.get(id(each)) for name, each in self._masters.items()}
         return {name: dtype for name, dtype in found.items() if dtype is not None}
 

@@ -22,7 +22,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider, block_held
+from tiercheck.integrations.fsdp.sharded_provider import SUMS_WHAT_IS_COMPUTED, ShardedProvider, block_held
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.runs import Step
@@ -107,7 +107,7 @@ class TestMixedAndUnsaid(TestSharded):
     ("policy", "expected"),
     [
         (MixedPrecisionPolicy(), None),
-        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16 if SUMS_WHAT_IS_COMPUTED else None),
         (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), torch.bfloat16),
         (MIXED, torch.float32),
     ],
