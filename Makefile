@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports whole pytest cluster servers bench bench-kernels fidelity soak format hooks clean
+.PHONY: help install lowest demo test lint types imports whole pytest cluster servers bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip check
 	@touch $@
+
+lowest: ## the unit tests on the lowest versions that pyproject.toml allows, in .venv-lowest
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@# DeepSpeed's build asks torch for its version.
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[torch]' setuptools~=80.0
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct \
+	  --no-build-isolation-package deepspeed -e '.[dev]'
+	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest -n $(PYTEST_WORKERS) --dist loadfile -p no:cacheprovider tests/unit tests/property $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="--failure node")
 	$(BIN)/tiercheck demo $(DEMO_ARGS)

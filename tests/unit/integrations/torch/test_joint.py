@@ -20,6 +20,8 @@ from tiercheck.integrations.torch import attach
 from tiercheck.streams.tensors.joint import JointOptimizer, kind_of, kinds_in
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon (torch 2.9)")
+
 LAST = 12
 Optimizers = list[torch.optim.Optimizer]
 
