@@ -36,7 +36,7 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
 
 def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """What wraps the optimizer and has a learning-rate scheduler of its own. The optimizer does not know its wrappers,
-    such as Hugging Face Accelerate's, so that all objects there are have to be asked (40 ms a million)."""
+    such as Hugging Face Accelerate's, so that all objects there are have to be asked (0.1 s a million)."""
     for each in gc.get_objects():
         if issubclass(type(each), LRScheduler):  # not isinstance: that asks the object, and some answer with code
             wrapper = getattr(each, "optimizer", None)

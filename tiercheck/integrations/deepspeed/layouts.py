@@ -115,6 +115,13 @@ class MasterLayout(ABC):
         """What this rank holds of a parameter that no optimizer updates, live."""
         return parameter.detach()
 
+    def gradient_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The masters, each with the gradient that it has between steps: with offload, DeepSpeed copies what comes into
+        one that stays for good."""
+        wrapper = self._wrapper
+        stays = getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False)
+        return [(each.tensor, each.tensor.grad if stays else None) for each in self.masters()]
+
     def forget_state_links(self) -> None:
         """Have DeepSpeed look up the optimizer's tensors again, after some of them were replaced."""
         if hasattr(self._wrapper, "_hp_optimizer_states_linked"):

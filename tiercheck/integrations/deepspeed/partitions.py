@@ -374,7 +374,7 @@ class DeepSpeedProvider:
         """
         self._check_gradients(gradients)
         self._set_hyperparameters(hyperparameters)
-        accumulating = [(master.tensor, master.tensor.grad) for master in self._layout.masters()]
+        between = self._layout.gradient_buffers()
         self._replaying = True
         try:
             for call in self._layout.calls():
@@ -387,8 +387,8 @@ class DeepSpeedProvider:
                     self._layout.inner.step()
         finally:
             self._replaying = False
-            for tensor, buffer in accumulating:  # with offload, DeepSpeed copies gradients into these for good
-                tensor.grad = buffer
+            for tensor, gradient in between:
+                tensor.grad = gradient
 
     def refresh(self) -> None:
         """Rebuild every parameter of the module from the masters. Collective."""
