@@ -52,7 +52,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     differ from an uninterrupted run; it is approximate then. ``before_bases``: called on every rank when all of them
     are about to make a base. ``stage``: of the pipeline, if the job is one. ``on_lost_stage``: what is done if no copy
     of a stage is left; by default the start is refused. Errors: ``ConfigurationError``, ``Mismatch``,
-    ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
+    ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``, ``DeadlineExceeded``.
     """
 
     def __init__(

@@ -18,8 +18,9 @@
     │   ├── Transient             worth another try
     │   │   └── NothingListens    no server is at the address
     │   └── Closed                the driver is not open
+    ├── DeadlineExceeded          a wait reached its deadline; the message says for what
     ├── GroupError                a collective among the ranks failed
-    │   ├── DeadlineExceeded      some ranks did not arrive in time (carries ``late``)
+    │   ├── RanksLate             some ranks did not arrive in time (carries ``late``); a DeadlineExceeded, too
     │   └── PeerLost              a rank's connection broke
     ├── JobConflict               another job, or a newer generation of this one, owns the name
     ├── SaveError                 a version could not be saved
@@ -44,6 +45,7 @@ __all__ = [
     "NothingListens",
     "PeerLost",
     "PreconditionFailed",
+    "RanksLate",
     "RecoveryError",
     "SaveError",
     "TierCheckError",
@@ -136,12 +138,16 @@ class Closed(TierError):
     """The driver was not opened, or is closed already."""
 
 
+class DeadlineExceeded(TierCheckError):
+    """A wait reached its deadline: for a tier, an agent, a process of this rank, or (:class:`RanksLate`) for ranks."""
+
+
 class GroupError(TierCheckError):
-    """A collective among the ranks of the job failed."""
+    """A collective among the ranks of the job failed: they cannot agree on anything any more."""
 
 
-class DeadlineExceeded(GroupError):
-    """A wait for other ranks reached its deadline. ``late`` holds the ranks that had not arrived, if they are known."""
+class RanksLate(GroupError, DeadlineExceeded):
+    """Ranks were waited for, and did not arrive in time. ``late`` holds them, as far as they are known."""
 
     def __init__(self, message: str, *, late: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -17,7 +17,7 @@ from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.agent.jobs.opening import lineage_of
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
+from tiercheck.errors import Closed, JobConflict, RanksLate
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.opening.job import OpenedJob
@@ -77,7 +77,7 @@ class LoopGroup:
                 await full.wait()
         except TimeoutError:
             late = sorted(set(range(self.world_size)) - here.keys())
-            raise DeadlineExceeded(f"{what}: rank {self.rank} waited {deadline_s:g} s for {late}", late=late) from None
+            raise RanksLate(f"{what}: rank {self.rank} waited {deadline_s:g} s for {late}", late=late) from None
         return [here[each] for each in range(self.world_size)]
 
     def close(self) -> None:

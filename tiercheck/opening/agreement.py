@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiercheck import keys
-from tiercheck.errors import DeadlineExceeded, TierError
+from tiercheck.errors import DeadlineExceeded, RanksLate, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
@@ -140,7 +140,7 @@ class Agreement:
     async def settle(self, version: int) -> None:
         """Base ``version`` is due on every rank: agree on a mark, and wait until every rank has room for the base.
 
-        Errors: ``DeadlineExceeded`` naming the ranks whose bases have not arrived; ``RecoveryError``; ``GroupError``.
+        Errors: ``RanksLate`` naming the ranks whose bases have not arrived; ``RecoveryError``; ``GroupError``.
         """
         what = f"agreeing on what is whole before base {version}"
         until = self.scheduler.time() + self.deadline_s
@@ -158,7 +158,7 @@ class Agreement:
             if any(answer.over for answer in answers):
                 newest = [max((last for _, last in reach), default=NO_MARK) for reach in reaches]
                 late = [rank for rank, version in enumerate(newest) if version == min(newest)]
-                raise DeadlineExceeded(self._late(late, [answer.errors for answer in answers]), late=late)
+                raise RanksLate(self._late(late, [answer.errors for answer in answers]), late=late)
             await self.scheduler.sleep(AGAIN_S)
 
     async def _said(self, until: float) -> _Said:

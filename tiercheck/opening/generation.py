@@ -60,9 +60,13 @@ async def open_on_all_ranks(
         branch = schema.read(Branch, proposals[0])
 
         async def open_it(branch: Branch = branch) -> Any:
-            retry_s = 0.9 * ranks.deadline_s  # the error names the tier
             opening = open_generation(
-                tiers, branch, past=past, stores=restored.past.stores, may_wait=restored.in_memory, retry_s=retry_s
+                tiers,
+                branch,
+                past=past,
+                stores=restored.past.stores,
+                may_wait=restored.in_memory,
+                deadline_s=0.9 * ranks.deadline_s,  # the error names the tier
             )
             return schema.plain(await ranks.call(opening, f"opening generation {branch.generation}"))
 

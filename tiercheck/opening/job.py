@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig
@@ -63,6 +66,8 @@ class Resources:
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Run before anything else is given back."""
     given_back: bool = False
+    _copying: bool = field(default=False, init=False)
+    """Whether something may still be copied into the first tier's memory."""
 
     async def give_back(self, error: BaseException | None = None) -> BaseException | None:
         """Flushes nothing: what was captured stays in the first tier. Idempotent.
@@ -84,35 +89,47 @@ class Resources:
         return error
 
     async def _let_go(self) -> None:
+        """One after the other, the last one taken first. Whatever becomes of one, an interrupt included, the others are
+        given back."""
         if self.preparing is not None and not self.preparing.cancel() and (fault := self.preparing.exception()):
             log.error("memory could not be made ready", exc_info=fault)
-        if self.recorder is not None:
-            await self.recorder.close()
-        try:
-            try:
-                if self.mover_life is not None:
-                    await self._stop(self.mover_life)
-                if self.fold_process is not None:
-                    await self.ranks.call(self.fold_process.close(), "ending the process that folds")
-                if self.agent is not None:
-                    await self.agent.end()
-                if self.tiers is not None:
-                    await self.ranks.call(self.tiers.__aexit__(None, None, None), "closing the tiers")
-            finally:
-                await self.ranks.scheduler.close()
-        except TierCheckError as error:
-            log.warning("closing the tiers: %s", error)
-        finally:
+        async with AsyncExitStack() as taken:
+            taken.callback(self.ranks.group.close)
             if self.process_lock is not None:
-                self.process_lock.release()
-            self.ranks.group.close()
+                taken.callback(self.process_lock.release)
+            taken.push_async_callback(self._give, "ending what still runs", self.ranks.scheduler.close)
+            if self.tiers is not None:
+                taken.push_async_callback(self._close_tiers, self.tiers)
+            if self.agent is not None:
+                taken.push_async_callback(self._give, "leaving the agent", self.agent.end)
+            if self.fold_process is not None:
+                taken.push_async_callback(self._call, "ending the process that folds", self.fold_process.close)
+            if self.mover_life is not None:
+                taken.push_async_callback(self._call, "stopping the mover", self.mover_life.stop)
+            if self.recorder is not None:
+                taken.push_async_callback(self._end_copies, self.recorder)
 
-    async def _stop(self, mover: MoverLife) -> None:
-        """One that hangs in a tier keeps no other tier open."""
+    async def _end_copies(self, recorder: Recorder) -> None:
+        self._copying = True
+        self._copying = not await self._give("ending the copies to the first tier", recorder.close)
+
+    async def _close_tiers(self, tiers: OpenHierarchy) -> None:
+        if self._copying:
+            log.warning("the tiers stay open until this process ends: something is still copied into their memory")
+        else:
+            await self._call("closing the tiers", partial(tiers.__aexit__, None, None, None))
+
+    async def _call(self, what: str, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await self._give(what, lambda: self.ranks.call(act(), what))
+
+    async def _give(self, what: str, act: Callable[[], Awaitable[None]]) -> bool:
+        """Whether that succeeded."""
         try:
-            await self.ranks.call(mover.stop(), "stopping the mover")
+            await act()
         except TierCheckError as error:
-            log.warning("%s", error)
+            log.warning("%s: %s", what, error)
+            return False
+        return True
 
 
 @dataclass(frozen=True)

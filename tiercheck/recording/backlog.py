@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import GroupError, SaveError, TierError
+from tiercheck.errors import DeadlineExceeded, SaveError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
@@ -201,6 +201,6 @@ class Backlog:
         what = f"listing what {self._tier} holds"
         try:
             return await self._scheduler.call(shards(), what=what, deadline_s=self._deadline_s)
-        except (TierError, GroupError) as error:
+        except (TierError, DeadlineExceeded) as error:
             log.debug("%s: %s", what, error)
             return None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from tiercheck.errors import TierCheckError
+from tiercheck.errors import DeadlineExceeded, TierCheckError
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.runtime.waiting import settled
 from tiercheck.streams.state import StateCapture
@@ -49,8 +49,9 @@ class _Copied:
 class BaseCopier:
     """Copies one base at a time. It calls ``arrived`` on the event loop for each base that it publishes."""
 
-    def __init__(self, scheduler: Scheduler, arrived: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, arrived: Callable[[], None], *, deadline_s: float) -> None:
         self._scheduler = scheduler
+        self._deadline_s = deadline_s
         self._arrived = arrived
         self._newest: BaseInFlight | None = None
 
@@ -72,9 +73,9 @@ class BaseCopier:
         return self._newest
 
     async def close(self) -> None:
-        """Wait until a running copy ends. Idempotent."""
-        if self._newest is not None:
-            await self._scheduler.ends(self._newest.published, None)
+        """Wait until a running copy ends. Idempotent. Errors: ``DeadlineExceeded``."""
+        if self._newest is not None and not await self._scheduler.ends(self._newest.published, self._deadline_s):
+            raise DeadlineExceeded(f"base {self._newest.version} is still copied, after {self._deadline_s:g} s more")
 
     async def _publish(
         self, made: Future[_Copied], reservation: Reservation, constants: Reservation | None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from tiercheck.errors import CapacityExceeded, SaveError, TierCheckError
+from tiercheck.errors import CapacityExceeded, DeadlineExceeded, SaveError, TierCheckError
 from tiercheck.keys import ShardKey
 from tiercheck.recording.reservations import Reservations
 from tiercheck.runtime.runtime import Scheduler
@@ -80,9 +80,10 @@ class RecordCloser:
         return found
 
     async def close(self) -> None:
-        """Wait until nothing is on its way any more. Idempotent."""
+        """Wait until nothing is on its way any more. Idempotent. Errors: ``DeadlineExceeded``."""
         for each in self._on_their_way:
-            await self._scheduler.ends(each.published, None)
+            if not await self._scheduler.ends(each.published, self._deadline_s):
+                raise DeadlineExceeded(f"version {each.version} is still copied, after {self._deadline_s:g} s more")
 
     async def _publish(
         self,

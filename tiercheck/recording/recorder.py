@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, GroupError, SaveError, TierError
+from tiercheck.errors import CapacityExceeded, DeadlineExceeded, SaveError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import MetricKey
 from tiercheck.policy.first_tier import Holding
@@ -290,7 +290,7 @@ class Recorder:
             putting = self._first.driver.put(str(key), [metric_record(key)])
             try:
                 await self._scheduler.call(putting, what=what, deadline_s=self._config.deadline_s)
-            except (TierError, GroupError) as error:
+            except (TierError, DeadlineExceeded) as error:
                 if self._config.on_save_error == "fail":
                     raise SaveError(f"{what}: {error}") from error
                 log.error("%s: %s; training goes on", what, error)
@@ -318,7 +318,7 @@ class Recorder:
 
     async def close(self) -> None:
         """Wait until a running copy of a base, and of records, ends, and free memory that no record needs.
-        Idempotent."""
+        Idempotent. Errors: ``DeadlineExceeded`` naming what is still copied."""
         self._stream.hurry()
         if self._open_record is not None:
             self._open_record.capture.abandon()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import GroupError, JobConflict, SaveError, TierCheckError, TierError
+from tiercheck.errors import DeadlineExceeded, GroupError, JobConflict, SaveError, TierCheckError, TierError
 from tiercheck.recording.modes import BaseEvent, Modes
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.handle import MoverHandle
@@ -57,7 +57,7 @@ class Saves:
 
     def failed(self, version: int, error: BaseException, *, recorded: bool = False) -> bool:
         """A save has failed. Returns whether training goes on. Errors: ``SaveError``."""
-        if not isinstance(error, TierError | GroupError | SaveError):
+        if not isinstance(error, TierError | DeadlineExceeded | GroupError | SaveError):
             return False
         self._modes.base.on(BaseEvent.NEEDED)
         self.count(failed_saves=1)

@@ -23,6 +23,9 @@ __all__ = ["Ranks", "gather"]
 
 T = TypeVar("T")
 
+TOLD_S = 2.0
+"""Ranks wait for each other so much longer than one of them may take: who runs out of time can still say so."""
+
 
 class _Message(Struct, frozen=True, array_like=True):
     """What a rank says in a collective."""
@@ -111,8 +114,8 @@ class Ranks:
     async def gather(
         self, what: str, produce: Callable[[], Any], *, more_s: float = 0.0, kind: Any = None
     ) -> list[Any]:
-        """As :func:`gather`. ``more_s``: how much longer than the deadline the ranks wait for each other."""
-        return await gather(self.group, what, produce, deadline_s=self.deadline_s + more_s, kind=kind)
+        """As :func:`gather`. ``more_s``: how much longer than the deadline a rank may take."""
+        return await gather(self.group, what, produce, deadline_s=self.deadline_s + more_s + TOLD_S, kind=kind)
 
     async def exchange(self, what: str, act: Callable[[], Awaitable[tuple[T, Any]]]) -> tuple[T, list[Any]]:
         """``act`` leads to a value that stays here, and what all ranks are told. Returns the value, and what each rank

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tiercheck.errors import DeadlineExceeded, GroupError, PeerLost
+from tiercheck.errors import GroupError, PeerLost, RanksLate
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,7 +35,7 @@ class Group(Protocol):
     def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
         """Every rank's ``message``, in rank order. Blocks until all ranks have called.
 
-        Errors: ``DeadlineExceeded`` (naming ``what`` and the late ranks) after ``deadline_s`` seconds;
+        Errors: ``RanksLate`` (naming ``what`` and the late ranks) after ``deadline_s`` seconds;
         ``PeerLost`` if a rank's connection breaks.
         """
         ...
@@ -176,7 +176,7 @@ class TorchGroup:
             if "Connection closed" in text or "reset by peer" in text:
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
-            raise DeadlineExceeded(
+            raise RanksLate(
                 f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
                 + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),
                 late=late,
@@ -240,7 +240,7 @@ class _Room:
             if not self._changed.wait_for(lambda: len(here) == self.world_size, timeout=deadline_s):
                 late = sorted(set(range(self.world_size)) - set(here))
                 names = ", ".join(str(each) for each in late)
-                raise DeadlineExceeded(f"{what}: rank {rank} waited {deadline_s:g} s for rank {names}", late=late)
+                raise RanksLate(f"{what}: rank {rank} waited {deadline_s:g} s for rank {names}", late=late)
             return [here[each] for each in range(self.world_size)]
 
 

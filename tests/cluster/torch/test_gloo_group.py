@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 WORKER = """
 import os, sys
 import torch.distributed as dist
-from tiercheck.errors import DeadlineExceeded, PeerLost
+from tiercheck.errors import PeerLost, RanksLate
 from tiercheck.runtime.group import TorchGroup
 
 children = []
@@ -37,14 +37,14 @@ assert part.all_gather(messages[rank], what="part", deadline_s=30) == ([messages
 if rank == 0:
     try:
         part.all_gather(b"", what="late", deadline_s=0.2)
-    except DeadlineExceeded as error:
+    except RanksLate as error:
         assert error.late == (2,), error
     else:
         raise AssertionError("rank 2 did not come")
 try:
     if rank != 1:
         group.all_gather(b"", what="second", deadline_s=1)
-except (DeadlineExceeded, PeerLost) as error:
+except (RanksLate, PeerLost) as error:
     open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(f"{type(error).__name__}|{error.late}|{error}")
 else:
     open(os.path.join(sys.argv[1], f"r{rank}"), "w").write("none")
@@ -62,8 +62,8 @@ def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     kind, late, message = (tmp_path / "r0").read_text().split("|")
-    assert (kind, late) == ("DeadlineExceeded", "(1,)")
+    assert (kind, late) == ("RanksLate", "(1,)")
     assert message == "second: rank 0 waited 1 s for rank 1"
     kind, late, message = (tmp_path / "r2").read_text().split("|")
-    assert (kind, late) == ("DeadlineExceeded", "(0,)")
+    assert (kind, late) == ("RanksLate", "(0,)")
     assert "its message names it" in message

@@ -16,15 +16,17 @@ import pytest
 from tests.training import Training, memory
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import JobConflict, RecoveryError, SaveError
+from tiercheck.errors import DeadlineExceeded, JobConflict, RecoveryError, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import LineageKey
+from tiercheck.opening.startup import _Startup
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.objects.generation import open_generation
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.shm.namespaces import namespace_path, remove_namespace
+from tiercheck.types import ObjectInfo, Payload, PutMode
 
 DEADLINE_S = 30.0
 
@@ -124,6 +126,44 @@ def test_a_rank_that_cannot_flush_tells_the_others(tmp_path: Path) -> None:
     assert isinstance(ended[1], SaveError)
     assert isinstance(ended[0], RecoveryError)
     assert "rank 1 reports: flushing the tiers" in str(ended[0])
+
+
+class Silent(FaultyDriver):
+    """Takes no lineage record, and does not say so."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if key.startswith("job/lineage"):
+            await asyncio.Event().wait()
+        return await super().put(key, payload, mode=mode)
+
+
+@pytest.mark.parametrize("late", ["opening the generation", "beginning to save"])
+def test_a_rank_that_runs_out_of_time_gives_the_generation_back_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """Its own time-out is no failure of the ranks' group: they still agree, at once."""
+    begin, opens = _Startup.begin, late == "opening the generation"
+
+    async def begin_late(startup: _Startup, *given: Any) -> Any:
+        if startup.ranks.rank == 1:
+            await startup.ranks.call(asyncio.Event().wait(), "making the first base")
+        return await begin(startup, *given)
+
+    if not opens:
+        monkeypatch.setattr(_Startup, "begin", begin_late)
+
+    def life(rank: int, group: SimulatedGroup) -> None:
+        silent = Tier(memory(), wrap=lambda driver: Silent(driver, FaultPlan()))
+        hierarchy = Hierarchy.of(silent if rank == 1 and opens else memory(), f"nvme://{tmp_path}?survives=rack")
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer)
+        Checkpointer(provider, hierarchy, group=group, config=CheckpointConfig(deadline_s=2.0))
+
+    ended = ranks(life)
+    assert isinstance(ended[1], Transient if opens else DeadlineExceeded), ended
+    assert isinstance(ended[0], RecoveryError), ended
+    assert f"{late}: rank 1 reports: " in str(ended[0])
+    assert not [each for each in (tmp_path / "job").rglob("*") if each.is_file()]
 
 
 @pytest.fixture

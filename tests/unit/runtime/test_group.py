@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck.errors import DeadlineExceeded, GroupError
+from tiercheck.errors import DeadlineExceeded, GroupError, RanksLate
 from tiercheck.runtime.group import SimulatedGroup, SingleProcess, TorchGroup
 from tiercheck.runtime.loop_thread import LoopThread
 
@@ -56,7 +56,7 @@ def test_the_late_ranks_are_named() -> None:
     errors = []
 
     def wait(rank: int) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"the survey: rank \d waited 0.05 s for rank 1, 3") as caught:
+        with pytest.raises(RanksLate, match=r"the survey: rank \d waited 0.05 s for rank 1, 3") as caught:
             groups[rank].all_gather(b"", what="the survey", deadline_s=0.05)
         errors.append(caught.value.late)
 

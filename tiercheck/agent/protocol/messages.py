@@ -22,7 +22,7 @@ from tiercheck import errors, schema
 from tiercheck.errors import (
     ConfigurationError,
     Corruption,
-    DeadlineExceeded,
+    RanksLate,
     TierCheckError,
     TierError,
     UnknownRequest,
@@ -375,7 +375,7 @@ def pack_error(identifier: int, error: TierCheckError) -> bytes:
     fields = _ErrorFields(str(error)[:ERROR_CHARACTERS_MAX], kinds=tuple(kinds))
     if isinstance(error, TierError):
         fields = replace(fields, message=error.message[:ERROR_CHARACTERS_MAX], tier=error.tier, key=error.key)
-    if isinstance(error, DeadlineExceeded):
+    if isinstance(error, RanksLate):
         fields = replace(fields, late=tuple(int(rank) for rank in error.late))
     return schema.pack(_Envelope(PROTOCOLS.newest, identifier, name, fields))
 
@@ -394,7 +394,7 @@ def parse_answer(frame: Buffer) -> Answer:
 def _rebuilt(kind: type[TierCheckError], fields: _ErrorFields) -> TierCheckError:
     if issubclass(kind, TierError):
         return kind(fields.message, tier=fields.tier, key=fields.key)
-    if issubclass(kind, DeadlineExceeded):
+    if issubclass(kind, RanksLate):
         return kind(fields.message, late=fields.late)
     return kind(fields.message)
 

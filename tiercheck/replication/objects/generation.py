@@ -23,6 +23,7 @@ later, by the mover, before it puts or deletes anything there: who has gone on i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -72,15 +73,17 @@ async def open_generation(
     past: Collection[Branch] = (),
     stores: Collection[str] = (),
     may_wait: bool = False,
-    retry_s: float = 0.0,
+    deadline_s: float | None = None,
 ) -> Opening:
     """Record the generation in each of this rank's tiers, with what is worth telling of its ``past``.
 
     Every rank does so, and in a shared tier all write the same record. ``stores``: URLs of shared tiers that have a
     record of an older one, so that this is still known if they are away. ``may_wait``: a tier behind the first one that
-    fails is left for later. Any other one is asked again for ``retry_s`` if its error may pass. Errors:
-    ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
+    fails is left for later. Any other one is asked again if its error may pass. All of them together have
+    ``deadline_s``, if there is one: a tier that may wait half of what is left, so that it leaves some to the next.
+    Errors: ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
     """
+    until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
     later: dict[str, str] = {}
     recorded: list[str] = []
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own. And those tell of the
@@ -89,7 +92,7 @@ async def open_generation(
         waits = may_wait and tier is not hierarchy.first
         record = LineageRecord.of(branch, past, () if tier.role.shared else recorded)
         try:
-            await _record_within(tier, record, 0.0 if waits else retry_s)
+            await _record_until(tier, record, until, waits=waits)
         except (Corruption, Unsupported) as error:
             log.warning("generation %d is passed over: %s", branch.generation, error)
             return Opening(occupied=True)
@@ -181,12 +184,14 @@ async def _put_record(tier: OpenTier, record: LineageRecord) -> None:
         )
 
 
-async def _record_within(tier: OpenTier, record: LineageRecord, retry_s: float) -> None:
-    """As :func:`_put_record`; what may pass is tried again for so long."""
-    if not retry_s:
+async def _record_until(tier: OpenTier, record: LineageRecord, until: float | None, *, waits: bool) -> None:
+    """As :func:`_put_record`. What may pass is tried again, but in a tier that ``waits``."""
+    if until is None:
         await _put_record(tier, record)
         return
-    error = await patiently(lambda: _put_record(tier, record), tier, retry_s, retry_s, insist=False)
+    left_s = max(0.0, until - asyncio.get_running_loop().time())
+    retry_s, answer_s = (0.0, left_s / 2) if waits else (left_s, left_s)
+    error = await patiently(lambda: _put_record(tier, record), tier, retry_s, answer_s, insist=False)
     if error is not None:
         raise error
 

@@ -48,7 +48,15 @@ from tiercheck.agent.protocol.messages import (
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.agent.server import router
 from tiercheck.agent.server.service import Agent
-from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
+from tiercheck.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    JobConflict,
+    RanksLate,
+    TierCheckError,
+    TierError,
+    Transient,
+)
 from tiercheck.format import host_state
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.types import shown
@@ -205,8 +213,8 @@ def test_an_unknown_error_is_the_nearest_known_one() -> None:
         pass
 
     assert type(parse_answer(pack_error(3, Odd("so"))).error) is JobConflict
-    late = parse_answer(pack_error(3, DeadlineExceeded("late", late=[1, 2]))).error
-    assert isinstance(late, DeadlineExceeded)
+    late = parse_answer(pack_error(3, RanksLate("late", late=[1, 2]))).error
+    assert isinstance(late, RanksLate)
     assert late.late == (1, 2)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tiercheck.errors import JobConflict, Unsupported
+from tiercheck.errors import JobConflict, Transient, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.recovery.lineage import Branch, Lineage
@@ -184,3 +184,31 @@ async def test_of_a_thousand_generations_one_record_is_read() -> None:
         branches, (set_aside,) = await read_branches(hierarchy.first)
         assert set_aside.key == str(LineageKey(1000))
         assert branches == past[:5], "the record before tells what it knew"
+
+
+class Silent(FaultyDriver):
+    """A store behind a network that takes no record, and does not say so."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, survives=Survives.RACK)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+async def test_a_tier_that_does_not_answer_is_left_for_later_or_named_in_time(may_wait: bool) -> None:
+    urls = [f"memory://{uuid.uuid4().hex}" for _ in range(3)]
+    silent = [Tier(url, wrap=lambda driver: Silent(driver, FaultPlan())) for url in urls[1:]]
+    async with Hierarchy.of(urls[0], *silent).open() as hierarchy:
+        opening = open_generation(hierarchy, branch("a"), may_wait=may_wait, deadline_s=1.0)
+        if may_wait:
+            later = (await asyncio.wait_for(opening, 30)).later
+            assert set(later) == {tier.name for tier in hierarchy.tiers[1:]}
+            assert all("it has not answered within" in error for error in later.values())
+            assert (await read_branches(hierarchy.first))[0] == [branch("a")]
+        else:
+            with pytest.raises(Transient, match="it has not answered within 1 s"):
+                await asyncio.wait_for(opening, 30)
