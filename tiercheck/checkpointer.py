@@ -47,12 +47,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
     (:attr:`recovery`) and opens a new generation. If it fails on one rank it fails on all, nothing is left open, and
-    the tiers hold what they held before. ``request``: another version to begin with. ``loading``: how a checkpoint of
-    another model is loaded; by default it is refused. ``caveats``: asked after a recovery, why what follows it would
-    differ from an uninterrupted run; it is approximate then. ``before_bases``: called on every rank when all of them
-    are about to make a base. ``stage``: of the pipeline, if the job is one. ``on_lost_stage``: what is done if no copy
-    of a stage is left; by default the start is refused. Errors: ``ConfigurationError``, ``Mismatch``,
-    ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``, ``DeadlineExceeded``.
+    the tiers hold what they held before, or an empty generation more. ``request``: another version to begin with.
+    ``loading``: how a checkpoint of another model is loaded; by default it is refused. ``caveats``: asked after a
+    recovery, why what follows it would differ from an uninterrupted run; it is approximate then. ``before_bases``:
+    called on every rank when all of them are about to make a base. ``stage``: of the pipeline, if the job is one.
+    ``on_lost_stage``: what is done if no copy of a stage is left; by default the start is refused. Errors:
+    ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``,
+    ``DeadlineExceeded``.
     """
 
     def __init__(

@@ -82,7 +82,8 @@ class CheckpointConfig:
     ``fail``: raise ``SaveError`` from the call that saves the version: the step, ``end_iteration``, or the next forward
     pass. ``warn``: log and count it, and go on training. A base is tried again at each version. If a tier has kept one
     base waiting for ``deadline_s``, later bases do not wait for that tier. Closing also logs what could not be moved to
-    its tiers."""
+    its tiers. A copy of the training state that does not end within ``deadline_s`` raises ``SaveError`` even so:
+    training would change what is copied."""
     on_nothing_left: str = "refuse"
     """What to do if versions were saved, and none is left that every rank can reach, such as when a node is lost before
     its first base has left it. ``refuse``: raise ``RecoveryError``, which says what was found in which tier.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +28,14 @@ from tiercheck.tiers.peer.server.effects import Greet, Work
 from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.driver import ShmDriver
-from tiercheck.tiers.shm.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces, remove_namespace
+from tiercheck.tiers.shm.namespaces import (
+    NamespaceKind,
+    in_use,
+    namespace_names,
+    namespace_path,
+    namespaces,
+    remove_namespace,
+)
 from tiercheck.types import ByteRange, PutMode
 
 __all__ = ["node"]
@@ -155,6 +164,21 @@ async def test_an_agent_gives_away_nothing_that_another_one_keeps(node: Node) ->
     with pytest.raises(Unauthorized, match="another agent"):
         await namespace_opener(node.name)("b-c")
     await (await namespace_opener(f"{node.name}-b")("c")).close()
+
+
+async def test_a_namespace_whose_name_cannot_be_noted_is_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shm_name(node.name, "run")
+    node.namespaces.append(own)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiercheck.agent.server.neighbours.keep_under", full)
+        with pytest.raises(CapacityExceeded, match="the file system is full"):
+            await namespace_opener(node.name)("run")
+    assert not in_use(namespace_path(own))
+    await (await namespace_opener(node.name)("run")).close()
 
 
 async def test_clients_make_no_more_namespaces_than_an_agent_keeps_over_all_its_lives(node: Node) -> None:

@@ -92,10 +92,10 @@ async def open_job(
     """Restore the newest version that every rank can reach, or the one that is asked for, and begin to record what
     follows it. Collective.
 
-    If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` and the runtime's scheduler
-    included. ``find_agent`` is called if the node's agent moves the data. ``fold_process`` gives the process that folds
-    otherwise, as the environment says (``None``: the job's own). Other arguments and errors: as of
-    :class:`tiercheck.checkpointer.Checkpointer`.
+    If a step fails, the tiers hold what they held before, or an empty generation more if the last ones fail, and
+    nothing stays open, ``group`` and the runtime's scheduler included. ``find_agent`` is called if the node's agent
+    moves the data. ``fold_process`` gives the process that folds otherwise, as the environment says (``None``: the
+    job's own). Other arguments and errors: as of :class:`tiercheck.checkpointer.Checkpointer`.
     """
     ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)

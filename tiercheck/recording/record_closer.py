@@ -66,15 +66,15 @@ class RecordCloser:
         self._on_their_way.append(_OnItsWay(key.first, self._scheduler.start(publishing)))
 
     async def ended(self, most: int = ON_THEIR_WAY_MAX) -> list[ClosedRecord]:
-        """Those that have ended since this was called last, oldest first, when at most so many are on their way."""
+        """Those that have ended since this was called last, oldest first, when at most so many are on their way.
+
+        Errors: ``SaveError`` for one that takes too long; the next call tells of those before it."""
+        for each in list(self._on_their_way)[: max(0, len(self._on_their_way) - most)]:
+            if not await self._scheduler.ends(each.published, self._deadline_s):
+                raise SaveError(f"version {each.version} was not copied to the first tier in {self._deadline_s:g} s")
         found: list[ClosedRecord] = []
-        while self._on_their_way:
-            oldest = self._on_their_way[0]
-            if len(self._on_their_way) <= most and not oldest.published.done():
-                break
-            if not await self._scheduler.ends(oldest.published, self._deadline_s):
-                raise SaveError(f"version {oldest.version} was not copied to the first tier in {self._deadline_s:g} s")
-            self._on_their_way.popleft()
+        while self._on_their_way and self._on_their_way[0].published.done():
+            oldest = self._on_their_way.popleft()
             error = oldest.published.exception()
             found.append(ClosedRecord(oldest.version, 0 if error else oldest.published.result(), error))
         return found
@@ -101,7 +101,7 @@ class RecordCloser:
                 longer = await self._memory.reserve_on_loop(key, nbytes_unexpected)
                 short, reservation = reservation, longer
                 capture.move(longer.buffer)
-                await short.drop()
+                await self._drop(short)
                 nbytes = await settled(asyncio.wrap_future(self._scheduler.beside(close, lane="record")))
             if reservation.publish_nowait(nbytes) is None:
                 await reservation.publish(nbytes)

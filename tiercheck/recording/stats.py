@@ -22,7 +22,8 @@ class Stats:
     base_stall_s: float = 0.0
     """Seconds for which training stood still to prepare a base, or until its lazy copy ended."""
     drain_stall_s: float = 0.0
-    """Seconds for which training waited because the durable tier had not taken the bases before."""
+    """Seconds for which training waited for the tiers: for room for a base or a differential, for one that lags behind
+    ``lag_max``, or for the ranks to agree on what is whole."""
     failed_saves: int = 0
     refused_decisions: int = 0
     """How often the cadence's decision was refused; those of the other policies are counted by the mover."""

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tiercheck.errors import JobConflict
 from tiercheck.policy.recovery.spans import Span
 
-__all__ = ["HURRY_S_MAX", "MoverHandle", "MoverStatus"]
+__all__ = ["AGENT", "HURRY_S_MAX", "MOVER", "POLICIES", "MoverHandle", "MoverStatus"]
 
 HURRY_S_MAX = 60.0
 """Whoever waits for longer says so again: nobody takes it back if the process that waits dies."""
+POLICIES = "policies"
+"""Under which :attr:`MoverStatus.errors` says which decisions of policies are refused."""
+MOVER = "mover"
+"""Under which it says why the mover has stopped."""
+AGENT = "agent"
+"""Under which it says why the agent does not answer, or cannot open the tiers."""
+COUNTS = (
+    "copied_bytes",
+    "copied_objects",
+    "deleted_objects",
+    "folded_bases",
+    "skipped_folds",
+    "audited_bases",
+    "refused_decisions",
+)
+"""What a :class:`MoverStatus` counts from the mover's start on."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,8 @@ class MoverStatus:
     copied_objects: int = 0
     deleted_objects: int = 0
     errors: dict[str, str] = field(default_factory=dict)
-    """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
+    """Per tier in trouble, the action that has been failing for longest: its object, and its last error. And what
+    :data:`POLICIES`, :data:`MOVER` and :data:`AGENT` stand for."""
     slow_views_s: dict[str, float] = field(default_factory=dict)
     """Per tier whose last listing began over a minute ago: how many seconds ago."""
     folded_bases: int = 0
@@ -73,6 +90,15 @@ class MoverStatus:
     """It waits for a base after it, and for nothing else."""
     refused_decisions: int = 0
     """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
+
+    @property
+    def troubled_tiers(self) -> int:
+        """How many of ``errors`` are a tier's, or of tiers that do not open."""
+        return len(self.errors.keys() - {POLICIES, MOVER})
+
+    def after(self, before: MoverStatus) -> MoverStatus:
+        """This one, with counts that go on from those of a mover before."""
+        return replace(self, **{each: getattr(self, each) + getattr(before, each) for each in COUNTS})
 
     @property
     def lag_versions(self) -> dict[str, int]:

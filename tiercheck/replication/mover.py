@@ -40,7 +40,7 @@ from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackof
 from tiercheck.replication.decisions import Decisions
 from tiercheck.replication.fold_controller import FOLDING, FoldController
 from tiercheck.replication.fold_executor import FoldExecutor
-from tiercheck.replication.handle import MoverHandle, MoverStatus
+from tiercheck.replication.handle import MOVER, POLICIES, MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
 from tiercheck.replication.objects.generation import record_generation
 from tiercheck.replication.observer import Observer
@@ -56,10 +56,6 @@ LOOK_AGAIN = Backoff(2.0, 8.0)
 """The pauses between looks at a tier for which nothing is left to do, and of which nobody says that it has changed."""
 NAMED_MAX = 3
 """Of the objects that a wait ended for, so many are named."""
-POLICIES = "policies"
-"""Under which :attr:`MoverStatus.errors` says which decisions of policies are refused."""
-MOVER = "mover"
-"""Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
 
 
 @dataclass(frozen=True)

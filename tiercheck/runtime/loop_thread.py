@@ -47,8 +47,8 @@ class LoopThread:
         try:
             return future.result(timeout=deadline_s)
         except concurrent.futures.TimeoutError:
-            if future.done():  # the coroutine's own TimeoutError, not ours
-                raise
+            if future.done():  # just now; or with a TimeoutError of its own
+                return future.result()
             future.cancel()
             raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
 

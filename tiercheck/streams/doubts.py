@@ -97,7 +97,7 @@ class Doubts:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) + (", and others" if len(names) == NAMES_MAX else "")
+    return ", ".join(names) + (", and perhaps others" if len(names) == NAMES_MAX else "")
 
 
 def together(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ class TestBackgroundLoop:
                 loop.call(bad(), what="it", deadline_s=10)
         finally:
             loop.close()
+            loop.close()
+
+    def test_a_result_that_comes_just_after_the_deadline_is_taken(self) -> None:
+        class Late(Future[int]):
+            def result(self, timeout: float | None = None) -> int:
+                if not self.done():
+                    self.set_result(7)
+                    raise TimeoutError
+                return super().result(timeout)
+
+        loop = LoopThread()
+        try:
+            assert loop.result(Late(), what="the upload", deadline_s=0.05) == 7
+        finally:
             loop.close()
 
     def test_a_call_that_does_not_end_is_cancelled_and_named(self) -> None:

@@ -26,7 +26,7 @@ def test_where_there_are_none_nothing_is_said() -> None:
 def test_names_are_bounded() -> None:
     doubts = Doubts().with_late(tuple(f"tensor {index}" for index in range(1000)))
     assert len(doubts.late) == NAMES_MAX
-    assert "and others" in doubts.notes(replayed=True)[0]
+    assert "and perhaps others" in doubts.notes(replayed=True)[0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tiercheck.agent.protocol.messages import (
     RoomForBase,
 )
 from tiercheck.errors import JobConflict, NotFound, TierCheckError
-from tiercheck.replication.handle import HURRY_S_MAX, MoverStatus
+from tiercheck.replication.handle import AGENT, HURRY_S_MAX, MoverStatus
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.driver import TierDriver
 
@@ -33,7 +33,6 @@ REFRESH_S = 1.0
 LOOK_S = 30.0
 CYCLE_S = 600.0
 REGISTRATIONS_MAX = 4
-AGENT = "agent"
 """Where :attr:`RemoteMover.status` shows an agent that cannot be reached, among the tiers' errors."""
 
 
@@ -152,7 +151,8 @@ class RemoteMover:
 
     async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.room_for_base`."""
-        self._due, self._told = due or self._due, True
+        if due:
+            self._due, self._told = due, True
         await self._ask(RoomForBase(deadline_s, *self._who, tuple(due), patiently))
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:

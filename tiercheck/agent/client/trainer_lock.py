@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.agent.protocol.rundir import RunDirectory, lock_file
-from tiercheck.errors import JobConflict
+from tiercheck.errors import ConfigurationError, JobConflict
 from tiercheck.tiers.posix.files import try_lock, unlock
 from tiercheck.tiers.registry import make_driver
 
@@ -45,9 +45,17 @@ class TrainerLock:
 
     def __init__(self, run: RunDirectory, namespace: str, rank: int) -> None:
         self._path = path_of(run, namespace, rank)
-        self._descriptor: int | None = self._taken(namespace, rank)
+        self._descriptor: int | None = None
         _held.add(self)
-        self._say("recovering")
+        try:
+            self._descriptor = self._taken(namespace, rank)
+            self._say("recovering")
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"{namespace} is locked by a file in {run.root}, which failed: {error}; make room there, or point "
+                "TIERCHECK_RUN_DIR at another directory of this node"
+            ) from error
 
     def recovered(self) -> None:
         """From here on the agent moves what is registered."""

@@ -21,8 +21,9 @@ from tiercheck.folding.owner import FoldProcess
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Contents, Role
 from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.replication.handle import AGENT, MoverStatus
 from tiercheck.replication.job import ReplicationJob
-from tiercheck.replication.mover import Mover, MoverStatus
+from tiercheck.replication.mover import Mover
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
@@ -70,9 +71,8 @@ class RankReplicator:
         self._mark: int | None = None
         """What the ranks have agreed on, as far as this agent was told."""
         self._mover: Mover | None = None
-        self._last_status = MoverStatus()
         self._before = MoverStatus()
-        """What the movers counted that this one replaces."""
+        """The last one of the mover before, with what all movers before it counted."""
         self._heard_at = _now()
         self._trainer = trainer
         self._registered = False
@@ -110,17 +110,10 @@ class RankReplicator:
     @property
     def status(self) -> MoverStatus:
         """The mover's, with the trouble of opening it among its errors, and counts that go on from mover to mover."""
-        now = self._last_status if self._mover is None else self._mover.status
-        errors = now.errors if self.trouble is None else {**now.errors, "agent": self.trouble}
-        return replace(
-            now,
-            idle=now.idle and self.state is not State.PAUSED and self.trouble is None,
-            errors=errors,
-            copied_bytes=now.copied_bytes + self._before.copied_bytes,
-            copied_objects=now.copied_objects + self._before.copied_objects,
-            deleted_objects=now.deleted_objects + self._before.deleted_objects,
-            folded_bases=now.folded_bases + self._before.folded_bases,
-        )
+        now = self._before if self._mover is None else self._mover.status.after(self._before)
+        errors = now.errors if self.trouble is None else {**now.errors, AGENT: self.trouble}
+        idle = now.idle and self.state is not State.PAUSED and self.trouble is None
+        return replace(now, idle=idle, errors=errors)
 
     @property
     def silent_s(self) -> float:
@@ -311,11 +304,7 @@ class RankReplicator:
         for operation in self._operations:
             operation.cancel()
         if self._mover is not None:
-            counts = self.status
-            self._last_status = replace(
-                self._mover.status, copied_bytes=0, copied_objects=0, deleted_objects=0, folded_bases=0
-            )
-            self._before = counts
+            self._before = self._mover.status.after(self._before)
         self._mover = None
         if self._life.state is State.MOVING:
             self._on(Event.CLOSED)

@@ -15,6 +15,7 @@ from tiercheck.agent.status.snapshot import PeerSnapshot
 from tiercheck.errors import CapacityExceeded, NotFound, Transient, Unauthorized
 from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.posix.files import map_os_errors
 from tiercheck.tiers.shm.driver import NamespaceKind, ShmDriver
 from tiercheck.tiers.shm.found import own_namespaces
 from tiercheck.tiers.shm.namespaces import in_use, keep_under, kept_under, namespace_names, namespace_path, remove_one
@@ -112,12 +113,16 @@ def namespace_opener(node: str, *, namespaces_max: int = NAMESPACES_MAX) -> Open
         await asyncio.to_thread(make_room, node, own, namespaces_max)
         driver = kept_for_neighbours(own)
         await driver.open()
-        root = namespace_path(own)
-        if (kept_under(root) or name) != name:
-            # Of two agents, "a" and "a-b", either could be asked for what the other one keeps.
+        try:
+            root = namespace_path(own)
+            if (kept_under(root) or name) != name:
+                # Of two agents, "a" and "a-b", either could be asked for what the other one keeps.
+                raise Unauthorized(f"another agent of this machine keeps {own}; give one of them another name")
+            with map_os_errors(driver.url):
+                keep_under(root, name)
+        except BaseException:
             await driver.close()
-            raise Unauthorized(f"another agent of this machine keeps {own}; give one of them another name")
-        keep_under(root, name)
+            raise
         return driver
 
     return open_namespace

@@ -77,7 +77,10 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
         ),
         "idle": ("1 where nothing was left to do at the last look.", lambda r: float(r.mover.idle)),
         "silent_seconds": ("Since its trainer was last heard of.", lambda r: r.silent_s),
-        "tiers_in_trouble": ("Tiers whose last action failed.", lambda r: len(r.mover.errors)),
+        "tiers_in_trouble": (
+            "Tiers whose last action failed, or 1 if they cannot be opened.",
+            lambda r: r.mover.troubled_tiers,
+        ),
     }
     for name, (help_text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"tiercheck_rank_{name}", help_text, labels=RANK_LABELS)

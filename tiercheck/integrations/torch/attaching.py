@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from tiercheck.checkpointer import Checkpointer
-from tiercheck.config import CheckpointConfig
+from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.forgotten import refuse_forgotten_scaler, refuse_forgotten_scheduler, scheduled_wrappers
@@ -100,14 +100,14 @@ def attach(
     """
     request = Request(version, generation, fresh)
     distributed = dist.is_available() and dist.is_initialized()
-    if group is None and not distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    lost = None if on_lost_stage is None else LostStage.of(on_lost_stage)
+    if group is None and not distributed and int_of("WORLD_SIZE", 1) > 1:
         raise ConfigurationError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() before attach()"
         )
     ranks = group or (TorchGroup() if distributed else SingleProcess())
     own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
-    lost = None if on_lost_stage is None else LostStage.of(on_lost_stage)
 
     made: list[_Hooks] = []
     stages: list[PipelineStage] = []

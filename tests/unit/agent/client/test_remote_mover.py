@@ -9,7 +9,7 @@ from typing import cast
 from tests.unit.agent.server.test_service import until
 from tiercheck.agent.client.client import AgentClient
 from tiercheck.agent.client.remote_mover import RemoteMover
-from tiercheck.agent.protocol.messages import JobRequest, RankReply
+from tiercheck.agent.protocol.messages import JobRequest, Nudge, RankReply
 from tiercheck.errors import Transient
 from tiercheck.replication.handle import MoverStatus
 from tiercheck.replication.job import ReplicationJob
@@ -36,3 +36,24 @@ async def test_a_wait_blames_the_agent_that_is_gone_and_not_whom_it_waited_for()
     answers.set()
     await until(lambda: mover.status.holds_up == "rank 0 has not passed base 20", "its answer")
     running.cancel()
+
+
+async def test_bases_that_were_left_are_told_of_though_room_was_asked_for_since() -> None:
+    asked: list[JobRequest] = []
+
+    class Client:
+        async def request(self, request: JobRequest, reply: type[RankReply]) -> RankReply:
+            asked.append(request)
+            return reply(MoverStatus())
+
+        async def tell(self, request: JobRequest) -> None:
+            asked.append(request)
+
+    job = cast(ReplicationJob, SimpleNamespace(namespace="run", rank=1, generation=1))
+    mover = RemoteMover(cast(AgentClient, Client()), cast(TierDriver, None), job)
+    mover.leave((10,))
+    await mover.room_for_base(1.0)
+    running = asyncio.create_task(mover.run())
+    await until(lambda: any(isinstance(each, Nudge) for each in asked), "a nudge")
+    running.cancel()
+    assert next(each.due for each in asked if isinstance(each, Nudge)) == (10,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tests.servers.agents import Node, node
 from tiercheck.agent.client.trainer_lock import Trainer, TrainerLock, trainer_of, trainers
 from tiercheck.agent.protocol.rundir import RunDirectory
-from tiercheck.errors import JobConflict
+from tiercheck.errors import ConfigurationError, JobConflict
 
 __all__ = ["node"]
 
@@ -37,6 +38,20 @@ def test_one_process_holds_a_rank_and_says_what_it_does(node: Node) -> None:
         each.release()
         each.release()
     assert trainers(run) == files(run) == []
+
+
+def test_a_lock_that_cannot_say_whose_it_is_is_not_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.of(node.name)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(ConfigurationError, match=r"shm://run is locked by a file in .* No space left "):
+            TrainerLock(run, "shm://run", 0)
+    assert files(run) == []
+    TrainerLock(run, "shm://run", 0).release()
 
 
 def test_the_dead_hold_nothing_whatever_they_have_forked(node: Node) -> None:

@@ -236,3 +236,14 @@ def test_throughput_is_of_late() -> None:
     assert max(meter.history()) == 100.0
     meter.note(199.0, 10**9)
     assert meter.rate(199.0) == 0.0, "two counts at one time make no rate"
+
+
+@pytest.mark.parametrize(
+    ("errors", "tiers"),
+    [({}, 0), ({"s3": "no", "nvme": "no"}, 2), ({"agent": "cannot open"}, 1), ({"policies": "no", "mover": "no"}, 0)],
+)
+def test_only_tiers_are_tiers_in_trouble(errors: dict[str, str], tiers: int) -> None:
+    rank = replace(RANK, mover=replace(RANK.mover, errors=errors))
+    families = text_string_to_metric_families(metrics_text(replace(AGENT, ranks=(rank,)))[1])
+    (found,) = [each for each in families if each.name == "tiercheck_rank_tiers_in_trouble"]
+    assert [sample.value for sample in found.samples] == [tiers]

@@ -228,9 +228,14 @@ class NamespaceStore:
                         f"the server holds {len(self._drivers)} namespaces, as many as PeerLimits.namespaces allows"
                     )
                 found = await self._open_namespace(namespace)
+                try:
+                    used_bytes, objects = (await found.usage()).used_bytes, await count_objects(found)
+                except BaseException:
+                    await found.close()
+                    raise
                 self._drivers[namespace] = found
-                self._used_bytes.add((await found.usage()).used_bytes)
-                self._objects.add(await count_objects(found))
+                self._used_bytes.add(used_bytes)
+                self._objects.add(objects)
         return found
 
     async def _close_an_empty_one(self) -> bool:
