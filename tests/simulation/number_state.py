@@ -265,7 +265,7 @@ class NumberStream:
     def masters_rewritten(self) -> tuple[str, ...]:
         return ()
 
-    def masters_written(self) -> bool:
+    def trained_written(self) -> bool:
         return False
 
     def written(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 An iteration ends in the user's loop, behind the optimizer's step: schedulers step, averages are updated, parameters are
 clamped. Three things tell that it is over: the loop says so (``Checkpointer.end_iteration``); the next forward pass of
-training begins; or, if neither was seen, the next step comes, or the job's end.
+training begins; or, if neither was seen, the next step comes, or the job's end. Of a loop that says so a forward pass
+ends no iteration: it may be one more look at the data, as for the statistics of batch norms.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.streams.tensors.beside import Beside, End
 
 __all__ = ["Iterations", "Provider"]
+
+PASSED = "what a forward pass of training changes (random generators, buffers)"
 
 
 class Provider(Protocol):
@@ -61,6 +66,8 @@ class Iterations:
         """The last version was published when its iteration was said to be over, and no forward pass was seen since."""
         self._begun = False
         """A forward pass of training was seen since the last step."""
+        self._passed = False
+        """One was seen that may be of the next iteration, and the loop had not said that this one is over."""
 
     @property
     def begun(self) -> bool:
@@ -69,7 +76,7 @@ class Iterations:
 
     def stepped(self, version: int) -> None:
         """The optimizer's step is done."""
-        self._begun = False
+        self._begun = self._passed = False
         self._pending = version
         self._is_to_meet = True
         self._provider.end_of_step()
@@ -81,16 +88,16 @@ class Iterations:
         """The loop says that its iteration is over."""
         self._meet_once()
         if self._pending is not None:
-            self._provider.end_of_iteration(End.SAID)
-            self._publish()
+            self._end(End.SAID)
         elif self._in_step and self._ended:
             self._checkpointer.recapture()
         self._publish_later()
+        self._provider.beside.says_end = True
 
     def forward(self) -> None:
         """A forward pass of training begins."""
         self.over(End.FORWARD)
-        if self._begun:
+        if self._begun or self._pending is not None:
             return
         self._begun = True
         if self._ended:
@@ -102,13 +109,24 @@ class Iterations:
         self._provider.beside.begin_iteration()
 
     def over(self, end: End = End.UNSEEN) -> None:
-        """The iteration is over, if one is open: the next one has begun, or the job ends."""
+        """The iteration is over, if one is open: the next one has begun, or the job ends. A forward pass does not tell
+        so of a loop that has said so of others."""
         if end is End.FORWARD:
+            if self._pending is not None and self._provider.beside.says_end:
+                self._passed |= torch.is_grad_enabled()  # else nothing is trained on it
+                return
             self._meet_once()
         if self._pending is not None:
-            self._provider.end_of_iteration(end)
-            self._publish()
+            self._end(end)
             self._ended = False
+
+    def _end(self, end: End) -> None:
+        self._provider.end_of_iteration(end)
+        if self._passed:
+            self._passed = False
+            self._provider.beside.tell_moved(PASSED)
+            self._provider.beside.says_end = end is End.SAID
+        self._publish()
 
     def _meet_once(self) -> None:
         if self._is_to_meet:

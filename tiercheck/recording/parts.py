@@ -23,7 +23,7 @@ class StepParts:
 
     def look(self) -> None:
         """The next one is about to step, or all have."""
-        if self._begun and self._stream.masters_written():
+        if self._begun and self._stream.trained_written():
             self._written = True
 
     def end(self) -> bool:

@@ -193,7 +193,7 @@ class Recorder:
         async with _Recording(self, version):
             if self._modes.record.state is not Record.NONE:
                 self._parts.look()
-            elif self._stream.masters_written():
+            elif self._stream.trained_written():
                 await self._leave_out(version)
             else:
                 await self._begin_differential(version)
@@ -213,7 +213,7 @@ class Recorder:
         # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
         if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
-        written = any((self._parts.end(), self._stream.masters_written())) or self._rewritten()
+        written = any((self._parts.end(), self._stream.trained_written())) or self._rewritten()
         await self._publish_differential(version, began, skipped=False, written=written)
 
     def part_stepped(self) -> None:
@@ -279,7 +279,7 @@ class Recorder:
                 await self._backlog.admit()
                 await self._begin_differential(version)
         self.trained = version
-        began, written = self._scheduler.time(), self._stream.masters_written()
+        began, written = self._scheduler.time(), self._stream.trained_written()
         await self._publish_differential(version, began, skipped=True, written=written)
 
     async def report(self, metrics: Sequence[MetricKey]) -> None:
@@ -463,8 +463,9 @@ class Recorder:
         """No differential leads to this version: it gets a base instead."""
         if self._modes.copying.state is Copying.LAZY:
             log.warning(
-                "before version %d something other than the attached optimizer's step wrote to parameters: "
-                "a version after such a write gets a base instead of a differential, which takes longer",
+                "before version %d something other than the attached optimizer's step wrote to parameters, or to what "
+                "the optimizer holds: a version after such a write gets a base instead of a differential, which takes "
+                "longer",
                 version,
             )
         self._modes.copying.on(CopyingEvent.WRITTEN)

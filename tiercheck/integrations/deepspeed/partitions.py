@@ -34,6 +34,7 @@ from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_unsupported
+from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
@@ -384,7 +385,7 @@ class DeepSpeedProvider:
                     master.tensor.grad = None if gradient is None else gradient.view_as(master.tensor)
                 del copied
                 with self._layout.narrowed(call):
-                    self._layout.inner.step()
+                    bare_step(self._layout.inner)
         finally:
             self._replaying = False
             for tensor, gradient in between:

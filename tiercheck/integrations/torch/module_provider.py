@@ -11,13 +11,14 @@ import torch
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
+from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.nested import flat, nested
 from tiercheck.streams.tensors.own_state import OwnState
-from tiercheck.streams.tensors.placing import copies
+from tiercheck.streams.tensors.placing import copies, laid_out_as
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
@@ -121,7 +122,7 @@ class ModuleProvider:
     def _as_kept(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The inverse: as the optimizer keeps it."""
         placed = {
-            key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
+            key: self.placed(laid_out_as(parameter, value), parameter) if isinstance(value, torch.Tensor) else value
             for key, value in (state if self._keeps_plain else whole(state)).items()
         }
         return placed if self._keeps_plain else nested(placed)
@@ -228,7 +229,7 @@ class ModuleProvider:
         for name, parameter in self._masters.items():
             parameter.grad = self.placed(copied[name], parameter) if name in copied else None
         del copied
-        self._optimizer.step()
+        bare_step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
 
     def refresh(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gradients import Gradient, SparseGradient, dense
 from tiercheck.streams.optimizers.optimizer import Array, Function, ReplayableOptimizer
+from tiercheck.streams.tensors.bare_step import bare_step
 
 __all__ = ["class_of", "differing_elements", "differing_values", "environment", "run_optimizer", "run_replay"]
 
@@ -97,7 +98,7 @@ def run_optimizer(
     seen: list[Held] = []
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient.copy())
-        stepping.step()
+        bare_step(stepping)
         held = stepping.state[parameter]
         arrays = {name: held[name] for name in optimizer.state if held.get(name) is not None}
         seen.append({name: each.detach().numpy().copy() for name, each in {"param": parameter, **arrays}.items()})

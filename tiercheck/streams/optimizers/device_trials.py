@@ -11,6 +11,7 @@ import torch
 from tiercheck.kernels.gpu_adam import Powers, powers_needed
 from tiercheck.streams.optimizers.certification import Held, class_of
 from tiercheck.streams.optimizers.optimizer import Candidate, ReplayableOptimizer, Trial
+from tiercheck.streams.tensors.bare_step import bare_step
 
 __all__ = ["outcomes_on_device", "powers_on_device"]
 
@@ -30,7 +31,7 @@ def outcome_on_device(
     arguments: dict[str, Any] = {**optimizer.arguments(implementation), **trial.options}
     stepping = class_of(optimizer.kind)([parameter], **arguments)
     parameter.grad = torch.zeros_like(parameter)
-    stepping.step()
+    bare_step(stepping)
     held: Mapping[str, torch.Tensor] = {**stepping.state[parameter], "param": parameter.detach()}
     for name, planted in trial.held.items():
         held[name].copy_(torch.from_numpy(planted))
@@ -38,7 +39,7 @@ def outcome_on_device(
         held[optimizer.counter].fill_(trial.count)
     for gradient in trial.gradients:
         parameter.grad = torch.from_numpy(gradient).to(device, copy=True)
-        stepping.step()
+        bare_step(stepping)
     held = {**stepping.state[parameter], "param": parameter.detach()}
     return {name: held[name].cpu().numpy().copy() for name in trial.held}
 

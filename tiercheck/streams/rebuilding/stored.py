@@ -28,6 +28,7 @@ from tiercheck.streams.replay.kernel_selection import kernel_for, stand_in_repla
 from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
+from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.joint import AnyOptimizer, JointOptimizer, kinds_in, qualified
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
@@ -231,7 +232,7 @@ class StoredState(StateProvider):
         for name, master in self._masters.items():
             master.grad = copied[name].view_as(master) if name in copied else None
         del copied
-        optimizer.step()
+        bare_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
     def _step_by_stand_in(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> bool:

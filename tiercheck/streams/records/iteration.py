@@ -24,6 +24,7 @@ from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes
 from tiercheck.streams.records.base_template import BaseTemplate
 from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
+from tiercheck.streams.tensors.optimizer_writes import OptimizerWatch
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch, contents
 
@@ -106,6 +107,7 @@ class IterationStream(abc.ABC):
         self._constants = Constants(provider, watched_on)
         self._frozen = Watch(provider.frozen, watched_on)
         self._masters = Watch(provider.masters, watched_on)
+        self._optimizer = OptimizerWatch(provider)
         self._buffers_there = Watch(self._deferred_buffers, watched_on)
         self.packed_host_state()
         self._index.of_now()
@@ -230,14 +232,16 @@ class IterationStream(abc.ABC):
         return bool(self._frozen.written())
 
     def mark_stepped(self, *, every_bit: bool = False) -> None:
-        """The masters are as the optimizer's step, or a recovery, left them. ``every_bit``: :meth:`masters_rewritten`
-        is going to be asked."""
+        """Masters and optimizer are as the optimizer's step, or a recovery, left them. ``every_bit``:
+        :meth:`masters_rewritten` is going to be asked."""
         self._masters.mark()
+        self._optimizer.mark()
         self.contents = self._contents() if every_bit and not self.supersedes else None
 
     def mark_published(self) -> None:
-        """A version is published that holds what the masters were when :meth:`masters_written` looked last."""
+        """A version is published, with masters and optimizer as they were when :meth:`trained_written` looked last."""
         self._masters.mark_seen()
+        self._optimizer.mark_seen()
 
     def masters_rewritten(self) -> tuple[str, ...]:
         """The masters of which any bit has changed since :meth:`mark_stepped`; none if it was not to look at every
@@ -247,15 +251,16 @@ class IterationStream(abc.ABC):
         before, self.contents = self.contents, self._contents()
         return tuple(name for name, content in self.contents.items() if content != before.get(name))
 
-    def masters_written(self) -> bool:
-        """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
-        what it holds. Told as in :meth:`frozen_changed`."""
-        return bool(self._masters.written())
+    def trained_written(self) -> bool:
+        """Whether anything but the optimizer's step has written to a master, or to what the optimizer holds of one,
+        since then: then no replay of gradients leads to what it holds. Told as in :meth:`frozen_changed`, and by
+        :class:`~tiercheck.streams.tensors.optimizer_writes.OptimizerWatch`."""
+        return any([self._masters.written(), self._optimizer.written()])
 
     def written(self) -> tuple[str, ...]:
         """The names of all that was written to since :meth:`mark_stepped` or, if no optimizer updates it, the last
         base."""
-        return self._masters.counted() + self._frozen.counted()
+        return self._masters.counted() + self._optimizer.written() + self._frozen.counted()
 
     def comparisons(self) -> list[Comparison]:
         """What was left to be compared since this was called last, or a base began: by the samples of tensors on a

@@ -127,7 +127,7 @@ class SnapshotStream(IterationStream):
     def set_reference_base(self, base: Shard | None) -> None:
         self._base = base
 
-    def masters_written(self) -> bool:
+    def trained_written(self) -> bool:
         """Whoever writes to a master: a snapshot is of what it holds."""
         return False
 

@@ -90,6 +90,8 @@ class Beside:
         self.later = False
         """Of a framework whose step does everything: versions are published behind it all the same, since the loop says
         where its iterations end, or writes after the step. The next process begins like that."""
+        self.says_end = False
+        """The loop says where its iterations end. That of the next process does so, too."""
         self._loaded: dict[str, Any] = {}
         """What was put back last of what is drawn from, until :meth:`restore_generators`."""
         self._restored: dict[str, Any] | None = None
@@ -135,6 +137,10 @@ class Beside:
         if moved and not self._warned:
             self._warned = True
             log.warning("versions from here on are approximate: %s", self._doubts.notes(replayed=True)[0])
+
+    def tell_moved(self, what: str) -> None:
+        """Nothing tells whether that belongs to the version that is published next, or to the iteration after it."""
+        self._tell((*self._doubts.moved, what))
 
     def skipped(self) -> None:
         """The iteration's step was skipped, and the next forward pass has begun: what it is drawn from was not kept."""
@@ -197,7 +203,7 @@ class Beside:
         found = self._restored
         if found is None or differing(found["random"], random_state()):
             drawn = self._at_step or self._drawn()
-            found = {**drawn, "next": {**self._next(drawn["random"]), **self._published_later()}}
+            found = {**drawn, "next": {**self._next(drawn["random"]), **self._told_by_the_loop()}}
         return self._doubts.saved_in({"after_step": _states(self._after), **found})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -233,6 +239,7 @@ class Beside:
         restore_random_state(following_used)  # what is no state fails here, and not when training has begun
         restore_random_state(generators)
         self.later = following.get("later") is True
+        self.says_end = following.get("says_end") is True
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
@@ -241,7 +248,7 @@ class Beside:
         self._restored = {
             "random": generators,
             "stateful": {**_states(others), **self._loaded},
-            "next": {"quiet": following["quiet"], "used": following_used, **self._published_later()},
+            "next": {"quiet": following["quiet"], "used": following_used, **self._told_by_the_loop()},
         }
         self._loaded = {}
         self._ended = None
@@ -258,8 +265,8 @@ class Beside:
             }
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
 
-    def _published_later(self) -> dict[str, bool]:
-        return {"later": True} if self.later else {}
+    def _told_by_the_loop(self) -> dict[str, bool]:
+        return {name: True for name in ("later", "says_end") if getattr(self, name)}
 
     def _drawn(self) -> dict[str, Any]:
         return {"random": random_state(), "stateful": _states(self._drawn_from)}

@@ -38,10 +38,6 @@ class JointOptimizer:
         """Live, in a list of their own."""
         return [*chain.from_iterable(part.param_groups for part in self.parts)]
 
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=set_to_none)

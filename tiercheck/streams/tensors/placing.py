@@ -24,7 +24,7 @@ from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, given, is_given, tensor_in
 from tiercheck.streams.tensors.provider import StateProvider, check_shapes, extras_of
 
-__all__ = ["copies", "placed"]
+__all__ = ["copies", "laid_out_as", "placed"]
 
 CHUNK_NBYTES = 4 << 20
 """What a thread copies before it looks for more."""
@@ -117,23 +117,31 @@ def chunks(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[Bytes, 
 
 
 def copies(gradients: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the masters' gradients, in their dtypes and on their devices: an optimizer may write to these, and keep them.
-    What was read may be a mapping that nobody can write to."""
+    """Of the masters' gradients, in their dtypes, on their devices, and laid out as they are (:func:`laid_out_as`): an
+    optimizer may write to these, and keep them. What was read may be a mapping that nobody can write to."""
     found = {name: gradients[name] for name in masters if name in gradients}
     made = new_like(
         {
             name: torch.empty_like(each, dtype=masters[name].dtype, device="meta")
             for name, each in found.items()
-            if masters[name].device == HOST and each.nbytes >= SMALL_NBYTES
+            if masters[name].device == HOST and each.nbytes >= SMALL_NBYTES and masters[name].is_contiguous()
         }
     )
     with torch.no_grad():
         return {
             name: made[name].copy_(each)
             if name in made
-            else each.detach().to(masters[name].device, masters[name].dtype, copy=True)
+            else laid_out_as(masters[name], each.detach().to(masters[name].device, masters[name].dtype, copy=True))
             for name, each in found.items()
         }
+
+
+def laid_out_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, in the order in which the parameter's elements lie in memory, if it has its shape: torch makes
+    gradients and moments so (``torch.preserve_format``), and a sum over them has other bits in another order."""
+    if parameter.is_contiguous() or tensor.shape != parameter.shape:
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def new_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -300,10 +300,14 @@ def identity_digest(lines: Iterable[str]) -> str:
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's options without its parameters; tensors (a capturable ``lr``) as numbers."""
-    return {
-        key: value if type(value) in PLAIN else to_plain(value, key) for key, value in group.items() if key != "params"
-    }
+    """A parameter group's options without its parameters; tensors of one element (a capturable ``lr``) as numbers."""
+
+    def plain(key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.reshape(())
+        return value if type(value) in PLAIN else to_plain(value, key)
+
+    return {key: plain(key, value) for key, value in group.items() if key != "params"}
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -311,7 +315,11 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         current = group.get(key)
         if isinstance(current, torch.Tensor):
-            current.fill_(float(np.asarray(value)))
+            loaded = np.asarray(value)
+            if loaded.ndim:
+                current.copy_(torch.from_numpy(loaded).reshape(current.shape))
+            else:
+                current.fill_(loaded.item())
         else:
             group[key] = value
 

@@ -147,7 +147,7 @@ def records(
                 gradients = state.backward()
             training.wait(backward.record())
             true = state.true_gradients(version)
-            assert not stream.masters_written()
+            assert not stream.trained_written()
             memory = bytearray(stream.nbytes_max)
             record = stream.begin(ShardKey.differential(1, version, version, 0), memoryview(memory))
             names = list(gradients)
@@ -159,7 +159,7 @@ def records(
                 device.free(training, backward, partial(gradient.data.fill_, 77.0))
             stream.mark_stepped()
             state.forward()
-            assert not stream.masters_written()
+            assert not stream.trained_written()
             close = record.later(skipped=False)
             assert close is not None
             stream.mark_published()
@@ -407,7 +407,7 @@ def test_a_write_past_torchs_counters_is_found_when_the_record_is_closed(seed: i
         stream.mark_published()
         device.write_unseen(state.masters()["two"], lambda master: master.mul_(2))
         gradients = state.backward()
-        assert not stream.masters_written(), "torch counts nothing"
+        assert not stream.trained_written(), "torch counts nothing"
         record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
         record.add(gradients)
         close = record.later(skipped=False)

@@ -134,7 +134,8 @@ def test_torchs_own_optimizers_keep_nothing_of_the_kind() -> None:
     own = OwnState(joint)
     for each in parameters:
         each.grad = torch.ones(1)
-    joint.step()
+    for each in joint.parts:
+        each.step()
     own.look()
     assert own.added_to([{}, {}]) == [{}, {}]
 
