@@ -1,0 +1,250 @@
+"""What stands around the optimizer's step: a replay has what it did to the gradients, and does not do it again; what it
+did to what the optimizer holds is seen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import update_bn
+
+from tests.training import Training, memory
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+
+LAST, KILLED = 9, 5
+ALL = {"base_every": 100}
+
+
+def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A step pre-hook that is not idempotent."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(0.5)
+
+
+class Hooked(Training):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.optimizer.register_step_pre_hook(halve)
+
+
+class Patched(Training):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        step = self.optimizer.step
+
+        def halved(closure: Any = None) -> Any:
+            halve(self.optimizer, (), {})
+            return step(closure)
+
+        self.optimizer.step = halved  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def hooked_everywhere() -> Iterator[None]:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    hook = register_optimizer_step_pre_hook(halve)
+    yield
+    hook.remove()
+
+
+def lives_of(make: Callable[[], Training], **config: Any) -> list[Any]:
+    """Its ends, undisturbed and with a crash in the middle, which is recovered exactly."""
+    ends: list[Any] = []
+    for killed in (LAST, KILLED):
+        url = memory()
+        for last in dict.fromkeys((killed, LAST)):
+            training = make()
+            with training.attach(Hierarchy.of(url), **ALL | config) as checkpointer:
+                if last != killed:
+                    assert checkpointer.version == killed
+                    assert checkpointer.recovery is not None
+                    assert (checkpointer.recovery.fidelity, checkpointer.recovery.notes) == ("exact", ())
+                for version in range(checkpointer.version + 1, last + 1):
+                    training.step(version)
+                checkpointer.flush()
+                checkpointer.abort()
+        held = [value for state in training.optimizer.state.values() for value in state.values()]
+        ends.append((training.parameters(), [each.tolist() for each in held if isinstance(each, torch.Tensor)]))
+    return ends
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("make", [Hooked, Patched])
+def test_what_was_done_to_the_gradients_is_not_done_again(make: type[Training], optimizer: Any) -> None:
+    undisturbed, resumed = lives_of(lambda: make(optimizer=optimizer))
+    assert resumed == undisturbed
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_nor_by_a_hook_on_all_optimizers(hooked_everywhere: None, optimizer: Any) -> None:
+    undisturbed, resumed = lives_of(lambda: Training(optimizer=optimizer))
+    assert resumed == undisturbed
+
+
+def scaled(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def replaced(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def begun_anew(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def counted_anew(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(1.0)
+
+
+class WritesToState(Training):
+    """Its loop does, after the steps of some versions."""
+
+    def __init__(self, write: Callable[[torch.optim.Optimizer], None], versions: set[int]) -> None:
+        super().__init__()
+        self._write, self._versions = write, versions
+
+    def step(self, version: int) -> None:
+        self.after_step = lambda: self._write(self.optimizer) if version in self._versions else None
+        super().step(version)
+
+
+@pytest.mark.parametrize("write", [scaled, replaced, begun_anew, counted_anew])
+@pytest.mark.parametrize("version", [1, KILLED - 1, KILLED])
+def test_a_write_to_what_the_optimizer_holds_is_in_the_version(
+    write: Callable[[torch.optim.Optimizer], None], version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed, resumed = lives_of(lambda: WritesToState(write, {version}))
+    assert resumed == undisturbed
+    assert "wrote to parameters, or to what the optimizer holds" in caplog.text
+
+
+def test_a_write_to_what_the_optimizer_holds_after_the_end_of_an_iteration_is_told_of() -> None:
+    url, training = memory(), Training()
+    checkpointer = training.attach(Hierarchy.of(url), **ALL)
+    for version in range(1, KILLED):
+        training.step(version)
+        scaled(training.optimizer)
+    training.step(KILLED)
+    checkpointer.abort()
+    recovery = Training().attach(Hierarchy.of(url)).recovery
+    assert recovery is not None
+    assert (recovery.version, recovery.fidelity) == (KILLED, "approximate")
+    assert "the loop wrote to the optimizer's state of 0.weight" in recovery.notes[0]
+
+
+def test_no_step_is_taken_for_a_write() -> None:
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad):
+        training = Training(optimizer=optimizer)
+        with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:
+            for version in range(1, KILLED + 1):
+                training.step(version)
+            assert (checkpointer.stats.differentials, checkpointer.stats.bases) == (KILLED, 1)
+
+
+def test_what_no_base_could_hold_is_refused_at_the_first_step() -> None:
+    class Keeps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for each in group["params"]:
+                    self.state[each].setdefault("last", deque(maxlen=2)).append(each.grad.clone())
+            return super().step(closure)
+
+    training = Training(optimizer=Keeps)
+    with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:
+        with pytest.raises(UnsupportedSetup, match=r"the optimizer's state of 0\.weight\.last\[0\] is a torch\.Tensor"):
+            training.step(1)
+        checkpointer.abort()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_a_rate_that_is_a_tensor_of_one_element_comes_back(optimizer: Any) -> None:
+    class Rated(Training):
+        def __init__(self) -> None:
+            super().__init__(optimizer=optimizer)
+            self.optimizer.param_groups[0]["lr"] = torch.tensor([0.01])
+            self.after_step = lambda: self.optimizer.param_groups[0]["lr"].mul_(0.9)
+
+    undisturbed, resumed = lives_of(Rated)
+    assert resumed == undisturbed
+
+
+class Strided(Training):
+    """Its first weight lies in memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].weight = torch.nn.Parameter(torch.randn(40, 4).t().contiguous().t())
+        self.model[0].bias = torch.nn.Parameter(torch.randn(40))
+        self.model[1].weight = torch.nn.Parameter(torch.randn(1, 40))
+        self.optimizer = torch.optim.Adafactor(self.model.parameters(), lr=1e-2)
+
+
+def test_gradients_are_replayed_as_they_lay_in_memory() -> None:
+    """A sum over them has other bits in another order."""
+    undisturbed, resumed = lives_of(Strided)
+    assert resumed == undisturbed
+
+
+class Normed(Training):
+    """After each step its loop looks at data once more, for the statistics of a batch norm."""
+
+    def __init__(self, *, trains: bool = False) -> None:
+        super().__init__()
+        self.model.insert(1, torch.nn.BatchNorm1d(4))
+        self.model.insert(2, torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.after_step = self.look
+        self._trains = trains
+
+    def look(self) -> None:
+        if self._trains:
+            self.model(torch.ones(4, 4))
+        else:
+            update_bn([torch.randn(8, 4)], self.model)
+
+    def parameters(self) -> bytes:
+        tensors = self.model.state_dict().values()
+        return torch.cat([each.detach().float().flatten() for each in tensors]).numpy().tobytes() + bytes(
+            torch.get_rng_state().tolist()
+        )
+
+
+def test_a_forward_pass_before_the_loop_says_so_ends_no_iteration() -> None:
+    undisturbed, resumed = lives_of(Normed)
+    assert resumed == undisturbed
+
+
+def test_one_that_may_be_of_the_next_iteration_is_told_of() -> None:
+    url, training = memory(), Normed(trains=True)
+    checkpointer = training.attach(Hierarchy.of(url), **ALL)
+    for version in range(1, KILLED + 1):
+        training.step(version)
+    checkpointer.abort()
+    recovery = Normed(trains=True).attach(Hierarchy.of(url)).recovery
+    assert recovery is not None
+    assert (recovery.version, recovery.fidelity) == (KILLED, "approximate")
+    assert "what a forward pass of training changes (random generators, buffers) moved between" in recovery.notes[0]
+
+
+def test_a_loop_that_says_no_more_where_its_iterations_end_is_believed_again() -> None:
+    """One version is told of, and those after it end with the next forward pass, as of a loop that never says so."""
+    url, training = memory(), Training()
+    checkpointer = training.attach(Hierarchy.of(url), **ALL)
+    training.step(1)
+    training.says_end = False
+    for version in range(2, 5):
+        training.step(version)
+    checkpointer.abort()
+    recovery = Training().attach(Hierarchy.of(url)).recovery
+    assert recovery is not None
+    assert (recovery.version, recovery.fidelity) == (3, "exact")
