@@ -115,11 +115,31 @@ def outermost(hook: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, 
     return called
 
 
-def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
+def uncompiled(hook: Callable[..., T]) -> Callable[..., T | None]:
     """The hook, into which ``torch.compile`` does not look: a graph breaks there. What a hook does is no part of the
     model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes."""
-    outside: Callable[..., T] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return outside
+    return _HereAlone(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+class _HereAlone:
+    """A hook on what this process trains. Pickled, and so copied, with the model or the optimizer it does nothing."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def refuse_compiled() -> None:
