@@ -184,6 +184,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         :meth:`stepped`, is no part of the step."""
         self._job.recorder.part_stepped()
 
+    def cannot_be_replayed(self) -> None:
+        """The step has done what no replay of the gradients does: its version gets a base. Before :meth:`stepped`."""
+        self._job.recorder.cannot_be_replayed()
+
     def stepped(self, version: int) -> None:
         """The optimizer has stepped: what is written from here to :meth:`complete` is no part of the step."""
         self._job.recorder.stepped(version)
@@ -197,6 +201,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """The next iteration begins: see whether something was written to after :meth:`complete`, which no version
         holds then. Errors: as :meth:`capture`."""
         run(self._job.live().begin_iteration())
+
+    def written(self) -> tuple[str, ...]:
+        """What was written to since the newest version was saved, and is in no version. Errors: ``SaveError``."""
+        return self._job.live().written()
 
     def recapture(self) -> bool:
         """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as

@@ -8,15 +8,19 @@ ends no iteration: it may be one more look at the data, as for the statistics of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from tiercheck.checkpointer import Checkpointer
+from tiercheck.streams.doubts import listed
 from tiercheck.streams.tensors.beside import Beside, End
 
 __all__ = ["Iterations", "Provider"]
+
+log = logging.getLogger(__name__)
 
 PASSED = "what a forward pass of training changes (random generators, buffers)"
 
@@ -66,6 +70,8 @@ class Iterations:
         """The last version was published when its iteration was said to be over, and no forward pass was seen since."""
         self._begun = False
         """A forward pass of training was seen since the last step."""
+        self._idle = False
+        """It was told that the loop trains without the attached optimizer."""
         self._passed = False
         """One was seen that may be of the next iteration, and the loop had not said that this one is over."""
 
@@ -91,6 +97,14 @@ class Iterations:
             self._end(End.SAID)
         elif self._in_step and self._ended:
             self._checkpointer.recapture()
+        elif self._begun and not self._idle and (names := self._checkpointer.written()):
+            self._idle = True
+            log.warning(
+                "the loop says that an iteration is over, and the attached optimizer has not stepped in it, but "
+                "something wrote to %s: nothing of that is saved. If another optimizer steps now, close the "
+                "checkpointer and attach that one",
+                listed(names),
+            )
         self._publish_later()
         self._provider.beside.says_end = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -13,14 +13,16 @@ from typing import Any
 
 from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import SaveError, TierCheckError
+from tiercheck.errors import DeadlineExceeded, SaveError, TierCheckError, TierError
 from tiercheck.folding.owner import FoldProcess
 from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import MetricKey
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.report import Recovery
 from tiercheck.replication.mover import MoverHandle
+from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Lock, Scheduler
 
 __all__ = ["MoverLife", "OpenedJob", "Resources"]
@@ -165,7 +167,19 @@ class OpenedJob:
         self._check_open()
         found = self.metrics.of(self.recorder.trained, metrics)
         if self.ranks.rank == 0 and any(role.shared for role in self.tiers.roles):
-            await self.recorder.report(found)
+            await self._put(found)
+
+    async def _put(self, metrics: Sequence[MetricKey]) -> None:
+        """Into the first tier, from where the mover takes them. Errors: ``SaveError`` (see ``on_save_error``)."""
+        for key in metrics:
+            what = f"reporting {key.name} of version {key.version}"
+            try:
+                await self.ranks.call(self.tiers.first.driver.put(str(key), [metric_record(key)]), what)
+            except (TierError, DeadlineExceeded) as error:
+                if self.config.on_save_error == "fail":
+                    raise SaveError(f"{what}: {error}") from error
+                log.error("%s: %s; training goes on", what, error)
+        self.recorder.nudge()
 
     async def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier. Errors: ``SaveError`` when the job has ended; ``TierError``."""

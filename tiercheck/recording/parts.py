@@ -21,6 +21,10 @@ class StepParts:
         self._stream.mark_stepped()
         self._begun = True
 
+    def cannot_be_replayed(self) -> None:
+        """One of them has done what no replay of the gradients does."""
+        self._written = True
+
     def look(self) -> None:
         """The next one is about to step, or all have."""
         if self._begun and self._stream.trained_written():

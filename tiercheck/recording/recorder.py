@@ -8,14 +8,13 @@ chain with a gap would restore a wrong state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, DeadlineExceeded, SaveError, TierError
+from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import MetricKey
 from tiercheck.policy.first_tier import Holding
 from tiercheck.policy.placement import Placement
 from tiercheck.recording.backlog import Backlog
@@ -29,7 +28,6 @@ from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
@@ -220,6 +218,10 @@ class Recorder:
         """One of several optimizers has: what is written until :meth:`capture` or :meth:`stepped` is no step's."""
         self._parts.stepped()
 
+    def cannot_be_replayed(self) -> None:
+        """The step, or a part of it, has done what no replay of the gradients does: the version gets a base."""
+        self._parts.cannot_be_replayed()
+
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows. Later writes to the parameters are no part of the
         step."""
@@ -241,6 +243,10 @@ class Recorder:
             return
         if doubt(self._stream, self._stream.doubts.with_late(names)):
             await self.recapture()
+
+    def written(self) -> tuple[str, ...]:
+        """The names of what was written to since the newest version was published."""
+        return self._stream.written()
 
     async def recapture(self) -> bool:
         """Capture the newest version again, as a base of the present state, if the state was written to after that
@@ -281,20 +287,6 @@ class Recorder:
         self.trained = version
         began, written = self._scheduler.time(), self._stream.trained_written()
         await self._publish_differential(version, began, skipped=True, written=written)
-
-    async def report(self, metrics: Sequence[MetricKey]) -> None:
-        """Put what the loop has reported into the first tier, from where the mover takes it. Errors: ``SaveError`` (see
-        ``on_save_error``)."""
-        for key in metrics:
-            what = f"reporting {key.name} of version {key.version}"
-            putting = self._first.driver.put(str(key), [metric_record(key)])
-            try:
-                await self._scheduler.call(putting, what=what, deadline_s=self._config.deadline_s)
-            except (TierError, DeadlineExceeded) as error:
-                if self._config.on_save_error == "fail":
-                    raise SaveError(f"{what}: {error}") from error
-                log.error("%s: %s; training goes on", what, error)
-        self._nudge()
 
     async def flush(self) -> None:
         """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
@@ -373,7 +365,7 @@ class Recorder:
             self._memory.reserve_ahead(self._stream.key(self._generation, version + 1, self._rank), opened.nbytes)
         self._saves.count(**captured, differential_stall_s=self._scheduler.time() - began)
         if self._placement.completes(version, self._roles):
-            self._nudge()
+            self.nudge()
         if self._modes.chain.state is not Chain.WHOLE:
             await self._bases.finish()  # until then nothing leads to this version, and that base may be given up
         due = False
@@ -477,6 +469,11 @@ class Recorder:
         return self._saves.failed(version, error)
 
     def _check_next(self, version: int) -> None:
+        if self.trained == version - 1 > self.version:
+            raise SaveError(
+                f"version {self.trained} was trained and not saved: an interrupt has come while it was being saved. "
+                f"Close the checkpointer, and attach again to go on from version {self.version}"
+            )
         if version != self.version + 1:
             raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
 
@@ -489,7 +486,8 @@ class Recorder:
         making = self._mover.make_room()
         await ask_mover(self._scheduler, self._mover, making, "making room in the first tier", self._config.deadline_s)
 
-    def _nudge(self) -> None:
+    def nudge(self) -> None:
+        """There is something for the mover."""
         self._scheduler.start(_nudge(self._mover))
 
     def _hurry(self) -> None:

@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiercheck.errors import Corruption, TierCheckError
+from tiercheck.errors import Corruption, SaveError, TierCheckError
 
 __all__ = [
+    "CameTwice",
     "InDoubt",
     "NotExact",
     "OtherwiseStored",
@@ -44,6 +45,17 @@ class WrittenUnseen(TierCheckError):
         super().__init__(f"something wrote to {told} outside of the optimizer's step, and past torch's counters")
         self.names = tuple(names)
         self.late = late
+
+
+class CameTwice(SaveError):
+    """The optimizer steps again before its last step has ended."""
+
+    def __init__(self, name: str, version: int) -> None:
+        super().__init__(
+            f"the gradient of {name!r} came twice in iteration {version}: the optimizer steps again before its last step "
+            "has ended. If that one has raised an error that the loop has caught, some parameters have stepped and "
+            "others have not: close the checkpointer, and attach again to go on from the version before"
+        )
 
 
 class OtherwiseStored(TierCheckError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import uuid
 from collections.abc import Callable, Iterator
@@ -332,6 +333,15 @@ def test_ranks_that_differ_keep_their_own(job: Job, caplog: pytest.LogCaptureFix
     for outcome in other.run(2, FAILED_AT, replicas="owner"):
         assert isinstance(outcome, UnsupportedSetup)
         assert "replicas='owner' cannot be had: the ranks hold different values of it" in str(outcome)
+
+
+def test_ranks_that_step_with_other_options_are_found_apart(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing but the step has written to anything, and no base comes before the failure."""
+    drawn = itertools.count(1)
+    job.optimizer = lambda trained, lr: torch.optim.AdamW(trained, lr=lr * next(drawn))
+    succeeded(job.run(2, 3, base_every=100))
+    assert "the ranks hold different values of 0.weight, 0.bias" in caplog.text
+    assert reached(job.run(2, 3, base_every=100)) == {(3, "approximate")}
 
 
 class Global(torch.optim.SGD):

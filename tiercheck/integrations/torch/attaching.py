@@ -32,6 +32,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.draws import StepDraws
 from tiercheck.integrations.forgotten import refuse_forgotten_scaler, refuse_forgotten_scheduler, scheduled_wrappers
 from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations
@@ -212,6 +213,7 @@ class _Hooks:
         self._iterations: Iterations | None = None
         self._closure: Closure | None = None
         """Of the step that runs."""
+        self._draws = StepDraws()
         self._optimizer = optimizer
         self._step_hooks = {each: StepHooks(each, self._before_step, self._after_step) for each in parts_of(optimizer)}
         self._joint = JointSteps(provider, optimizer) if isinstance(optimizer, JointOptimizer) else None
@@ -292,6 +294,7 @@ class _Hooks:
         version = checkpointer.version + 1
         self.provider.after_loss.raise_rate(self._optimizer.param_groups, version)
         checkpointer.capture(version, gradients)
+        self._draws.before(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is None:
@@ -299,6 +302,8 @@ class _Hooks:
         if self._closure is not None:
             closure, self._closure = self._closure, None  # it holds a batch
             closure.check_called()
+        if self._draws.drew():
+            self._checkpointer.cannot_be_replayed()
         if self._owned is not None:
             self._owned.stepped()
         if self._joint is None:
@@ -320,6 +325,12 @@ class _Hooks:
     def _before_calls_of(
         self, modules: Iterable[torch.nn.Module], hook: Callable[[torch.nn.Module, tuple[Any, ...]], None]
     ) -> list[RemovableHandle]:
+        modules = list(modules)
+        if scripted := next((each for each in modules if isinstance(each, torch.jit.ScriptModule)), None):
+            raise UnsupportedSetup(
+                f"{type(scripted).__name__} is made by torch.jit, which takes no hooks: attach the module that it was "
+                "made of, or compile it by torch.compile"
+            )
         outside = uncompiled(hook)
         return [each.register_forward_pre_hook(outside, prepend=self.provider.gathers) for each in modules]
 

@@ -35,6 +35,7 @@ from tiercheck.streams.tensors.writes import Unmoved
 
 __all__ = ["ModuleProvider"]
 
+OTHER_PARAMETERS = "close the checkpointer, change the parameters, and attach again"
 STEPS_SCHEDULER = "steps_scheduler"
 """In a host state that was translated: the iteration had still to step its scheduler."""
 
@@ -93,6 +94,8 @@ class ModuleProvider:
 
     def group_of(self) -> Mapping[str, int]:
         index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        if absent := [name for name, tensor in self._masters.items() if id(tensor) not in index]:
+            raise UnsupportedSetup(f"the optimizer does not update {absent[0]} any more: {OTHER_PARAMETERS}")
         return {name: index[id(tensor)] for name, tensor in self._masters.items()}
 
     def updated_by(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
@@ -156,8 +159,8 @@ class ModuleProvider:
         groups = self._optimizer.param_groups
         if [*map(id, chain.from_iterable(group["params"] for group in groups))] != self._parameter_ids:
             raise UnsupportedSetup(
-                "the optimizer's parameters have changed since attach, and the new ones would not be saved: close the "
-                "checkpointer, change them, and attach again"
+                f"the optimizer's parameters have changed since attach, and the new ones would not be saved: "
+                f"{OTHER_PARAMETERS}"
             )
         found = {name: grad for name, each in self._masters.items() if (grad := each.grad) is not None}
         layouts = [each.layout for each in found.values()]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, Corruption, SaveError, TierError
+from tiercheck.errors import CapacityExceeded, Corruption, TierError
 from tiercheck.format import host_state
 from tiercheck.format.container import (
     PackedObject,
@@ -40,6 +40,7 @@ from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half,
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.errors import CameTwice
 from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.device import DeviceGradients, OnDevice, block_codec
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
@@ -263,7 +264,7 @@ class DifferentialCapture(IterationCapture):
 
     def _check_new(self, name: str) -> None:
         if self._has(name):
-            raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
+            raise CameTwice(name, self._key.first)
 
     def _has(self, name: str) -> bool:
         if self._on_device and name in self._on_device.sent:

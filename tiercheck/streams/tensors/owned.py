@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiercheck.errors import Mismatch
+from tiercheck.format.container import checksum_of
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, Padding
 from tiercheck.runtime.group import Group
@@ -144,14 +145,17 @@ class OwnedProvider(StateProvider):
 
     def meet(self) -> None:
         """The iteration is over. As long as some rank has seen such a write within the last few iterations, the ranks
-        tell each other whether they have seen one now, and compare. Collective. Errors: those of the group."""
+        tell each other whether they have seen one now, and with which options they have stepped, and compare if one has
+        or these differ. Collective. Errors: those of the group."""
         if not self._meetings:
             return
         self._look()
         self._meetings -= 1
         group, deadline_s = self._owners.group, self._owners.deadline_s
         what = "telling of writes to what all ranks hold alike"
-        if any(group.all_gather(self._said, what=what, deadline_s=deadline_s)):
+        options = checksum_of(pack(self.hyperparameters())).encode()
+        told = group.all_gather(self._said + options, what=what, deadline_s=deadline_s)
+        if len(set(told)) > 1 or self._seen:
             self.compare()
 
     @property

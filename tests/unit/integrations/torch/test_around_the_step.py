@@ -3,6 +3,8 @@ did to what the optimizer holds is seen."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -248,3 +250,74 @@ def test_a_loop_that_says_no_more_where_its_iterations_end_is_believed_again() -
     recovery = Training().attach(Hierarchy.of(url)).recovery
     assert recovery is not None
     assert (recovery.version, recovery.fidelity) == (3, "exact")
+
+
+class Langevin(torch.optim.SGD):
+    """Draws random numbers in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.add_(torch.randn_like(each), alpha=0.1)
+        return super().step(closure)
+
+
+def test_a_step_that_draws_random_numbers_leads_to_a_base(caplog: pytest.LogCaptureFixture) -> None:
+    def life() -> Training:
+        training = Training(optimizer=Langevin)
+        torch.manual_seed(1)
+        return training
+
+    undisturbed, resumed = lives_of(life)
+    assert resumed == undisturbed
+    assert caplog.text.count("the optimizer draws from the generators of torch in its step") == 3, "once a life"
+
+
+def test_a_loop_that_trains_with_another_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:
+        training.step(1)
+        assert checkpointer.version == 1
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+        for version in (2, 3, 4):
+            training.step(version)
+    said = "the attached optimizer has not stepped in it, but something wrote to 0.weight"
+    assert caplog.text.count(said) == 1
+
+
+def test_a_parameter_that_was_replaced_is_named() -> None:
+    training = Training()
+    with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:
+        training.step(1)
+        training.model[1].weight = torch.nn.Parameter(torch.zeros(1, 4))
+        training.optimizer.param_groups[0]["params"][2] = training.model[1].weight
+        with pytest.raises(UnsupportedSetup, match="attach again"):
+            training.step(2)
+        checkpointer.abort()
+
+
+def test_a_scripted_module_is_refused() -> None:
+    training = Training()
+    training.model = torch.jit.script(training.model)
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    with pytest.raises(UnsupportedSetup, match=r"is made by torch\.jit, which takes no hooks"):
+        training.attach(Hierarchy.of(memory()))
+
+
+def test_a_model_and_its_optimizer_are_pickled_and_copied_without_hooks() -> None:
+    training = Training()
+    with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:
+        training.step(1)
+        saved = io.BytesIO()
+        torch.save((training.model, training.optimizer), saved)
+        saved.seek(0)
+        for model, optimizer in (
+            torch.load(saved, weights_only=False),
+            copy.deepcopy((training.model, training.optimizer)),
+        ):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert checkpointer.version == 1
+        training.step(2)
+        assert checkpointer.version == 2

@@ -162,7 +162,7 @@ def past_torchs_counters(model: torch.nn.Sequential, optimizer: torch.optim.Opti
     """Writes to elements that no sample is of."""
     if version == 5:
         model[0].weight.data[0, 0] += 1
-        optimizer.state[model[1].weight]["exp_avg"][0] += 1
+        optimizer.state[model[1].weight]["exp_avg"].data[0] += 1
 
 
 def test_a_write_that_no_differential_holds_is_found_by_name(tmp_path: Path) -> None:
