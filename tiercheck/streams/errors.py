@@ -52,9 +52,9 @@ class CameTwice(SaveError):
 
     def __init__(self, name: str, version: int) -> None:
         super().__init__(
-            f"the gradient of {name!r} came twice in iteration {version}: the optimizer steps again before its last step "
-            "has ended. If that one has raised an error that the loop has caught, some parameters have stepped and "
-            "others have not: close the checkpointer, and attach again to go on from the version before"
+            f"the gradient of {name!r} came twice in iteration {version}: the optimizer steps again before its last "
+            "step has ended. If that one has raised an error that the loop has caught, some parameters have stepped, "
+            "and others have not: close the checkpointer, and attach again to go on from the version before"
         )
 
 
