@@ -71,6 +71,18 @@ class MasterLayout(ABC):
         self._engine = engine
         self._wrapper = engine.optimizer
 
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Per master, the inner optimizer's tensors for it, live, and values."""
+        states = self.inner.state
+        return {
+            master.name: {
+                key: value.detach() if isinstance(value, torch.Tensor) else value
+                for key, value in states[master.tensor].items()
+            }
+            for master in self.masters()
+            if states.get(master.tensor)
+        }
+
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The optimizer whose step hooks see every update, and that a replay calls."""

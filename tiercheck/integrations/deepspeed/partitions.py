@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
@@ -37,6 +37,7 @@ from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
+from tiercheck.streams.tensors.joint import objects_held
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.own_state import OwnState
 from tiercheck.streams.tensors.placing import copies
@@ -127,15 +128,10 @@ class DeepSpeedProvider:
         self._forward_begins()
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        states = self._layout.inner.state
-        return {
-            master.name: {
-                key: value.detach() if isinstance(value, torch.Tensor) else value
-                for key, value in states[master.tensor].items()
-            }
-            for master in self._layout.masters()
-            if states.get(master.tensor)
-        }
+        return self._layout.optimizer_state()
+
+    def held_by_optimizer(self) -> Sequence[Any] | None:
+        return objects_held(self._layout.inner)
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of every parameter that the optimizer does not update."""

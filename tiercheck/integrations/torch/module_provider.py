@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
-from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
+from tiercheck.streams.tensors.joint import AnyOptimizer, objects_held, parts_of
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.nested import flat, nested
 from tiercheck.streams.tensors.own_state import OwnState
@@ -115,6 +115,9 @@ class ModuleProvider:
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         state = self._optimizer.state
         return {name: self._in_plain(name, state[each]) for name, each in self._masters.items() if state.get(each)}
+
+    def held_by_optimizer(self) -> Sequence[Any] | None:
+        return objects_held(self._optimizer)
 
     def _in_plain(self, master: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank holds of the optimizer's state of a master, in plain tensors and values."""

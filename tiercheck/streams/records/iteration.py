@@ -260,7 +260,8 @@ class IterationStream(abc.ABC):
     def written(self) -> tuple[str, ...]:
         """The names of all that was written to since :meth:`mark_stepped` or, if no optimizer updates it, the last
         base."""
-        return self._masters.counted() + self._optimizer.written() + self._frozen.counted()
+        optimizer = ("what the optimizer holds",) if self._optimizer.written() else ()
+        return self._masters.counted() + optimizer + self._frozen.counted()
 
     def comparisons(self) -> list[Comparison]:
         """What was left to be compared since this was called last, or a base began: by the samples of tensors on a

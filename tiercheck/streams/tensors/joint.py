@@ -15,7 +15,7 @@ import torch
 
 from tiercheck.errors import UnsupportedSetup
 
-__all__ = ["AnyOptimizer", "JointOptimizer", "kind_of", "kinds_in", "parts_of", "qualified"]
+__all__ = ["AnyOptimizer", "JointOptimizer", "kind_of", "kinds_in", "objects_held", "parts_of", "qualified"]
 
 AND = " and "
 
@@ -48,6 +48,15 @@ AnyOptimizer = torch.optim.Optimizer | JointOptimizer
 
 def parts_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def objects_held(optimizer: AnyOptimizer) -> list[Any] | None:
+    """What it holds of its parameters, the objects themselves. ``None`` for one of a user's own, which may hold
+    containers of tensors."""
+    parts = parts_of(optimizer)
+    if not all(type(part).__module__.startswith(("torch.", "deepspeed.")) for part in parts):
+        return None
+    return [each for part in parts for state in part.state.values() for each in state.values()]
 
 
 def kind_of(optimizer: AnyOptimizer) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +16,22 @@ from tiercheck.streams.tensors.provider import StateProvider
 __all__ = ["OptimizerWatch"]
 
 
+class _Seen(NamedTuple):
+    held: Sequence[Any]
+    """The objects themselves, so that none is taken for another one that came into its memory."""
+    contents: Sequence[Any]
+    """Of tensors, how often torch has counted a write."""
+
+    def is_same(self, other: _Seen) -> bool:
+        same = len(self.held) == len(other.held) and all(map(is_, self.held, other.held))
+        return same and self.contents == other.contents
+
+
 class OptimizerWatch:
-    """Remembers which objects the optimizer holds of each master, and how often torch has counted a write to each
-    tensor. A write through ``.data`` is not seen: the audit of folded bases finds it
-    (:mod:`tiercheck.streams.records.audit`). Nothing of a tensor is read, so that nothing waits for a device. Errors of
-    each look: :class:`tiercheck.format.host_state.Unstorable`.
+    """Remembers which objects the optimizer holds, and how often torch has counted a write to each tensor. A write
+    through ``.data`` is not seen: the audit of folded bases finds it (:mod:`tiercheck.streams.records.audit`). Nothing
+    of a tensor is read, so that nothing waits for a device. Errors of each look:
+    :class:`tiercheck.format.host_state.Unstorable`.
     """
 
     def __init__(self, provider: StateProvider) -> None:
@@ -33,29 +46,24 @@ class OptimizerWatch:
         """The same from the last look on, :meth:`mark` or :meth:`written`. It looks no more."""
         self._marked = self._seen
 
-    def written(self) -> tuple[str, ...]:
-        """Of which masters anything was written to, replaced, added or taken away since the last mark."""
+    def written(self) -> bool:
+        """Whether anything was written to, replaced, added or taken away since the last mark."""
         self._seen = self._look()
-        if self._seen == self._marked:
-            return ()
-        names = dict.fromkeys([*self._marked, *self._seen])
-        return tuple(
-            f"the optimizer's state of {name}" for name in names if self._marked.get(name) != self._seen.get(name)
-        )
+        return not self._seen.is_same(self._marked)
 
-    def _look(self) -> dict[str, list[Any]]:
+    def _look(self) -> _Seen:
+        if (held := self._provider.held_by_optimizer()) is not None:
+            return _Seen(held, [getattr(each, "_version", each) for each in held])
         state = self._provider.optimizer_state()
         tensors = [each for held in state.values() for each in held.values() if isinstance(each, torch.Tensor)]
-        counted = iter(writes_to(tensors, wrappers_of(tensors)))
-        return {
-            name: [
-                (key, each.data_ptr(), next(counted))
-                if isinstance(each, torch.Tensor)
-                else (key, content_of(each, f"the optimizer's state of {name}.{key}"))
-                for key, each in held.items()
-            ]
+        values = [
+            (name, key, content_of(each, f"the optimizer's state of {name}.{key}"))
             for name, held in state.items()
-        }
+            for key, each in held.items()
+            if not isinstance(each, torch.Tensor)
+        ]
+        places = [each.data_ptr() for each in tensors]
+        return _Seen((), [*state, *values, *places, *writes_to(tensors, wrappers_of(tensors))])
 
 
 def content_of(held: Any, what: str) -> Any:

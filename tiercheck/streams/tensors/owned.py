@@ -106,6 +106,9 @@ class OwnedProvider(StateProvider):
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return self._own(self._whole.optimizer_state(), self._owners.masters)
 
+    def held_by_optimizer(self) -> Sequence[Any] | None:
+        return self._whole.held_by_optimizer()
+
     def frozen(self) -> Mapping[str, torch.Tensor]:
         return self._own(self._whole.frozen(), self._owners.frozen)
 

@@ -134,7 +134,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of nine methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of ten methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -172,6 +172,12 @@ class StateProvider(Protocol):
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Per master, the optimizer's tensors for it (``exp_avg``, ``step``...), live, and plain values. It may be
         empty before the first step."""
+
+    def held_by_optimizer(self) -> Sequence[Any] | None:
+        """What the optimizer holds of all masters: tensors and numbers alone, and each time the very objects, in the
+        same order. It is asked several times an iteration, to see whether anything but the step has written to them.
+        By default ``None``: :meth:`optimizer_state` is asked, which takes longer."""
+        return None
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """The parameters that no optimizer updates, live. By default there are none."""

@@ -255,6 +255,9 @@ class State:
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"w": dict(self.held)} if self.held else {}
 
+    def held_by_optimizer(self) -> list[torch.Tensor]:
+        return list(self.held.values())
+
     def buffers(self) -> dict[str, torch.Tensor]:
         return {}
 
