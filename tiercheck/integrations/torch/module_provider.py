@@ -127,8 +127,9 @@ class ModuleProvider:
 
     def _as_kept(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The inverse: as the optimizer keeps it."""
+        here = self.local(parameter, parameter, "the parameter")
         placed = {
-            key: self.placed(laid_out_as(parameter, value), parameter) if isinstance(value, torch.Tensor) else value
+            key: self.placed(laid_out_as(here, value), parameter) if isinstance(value, torch.Tensor) else value
             for key, value in (state if self._keeps_plain else whole(state)).items()
         }
         return placed if self._keeps_plain else nested(placed)
