@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +26,12 @@ from tiercheck.streams.records.base_template import BaseTemplate
 from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.optimizer_writes import OptimizerWatch
-from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.provider import StateProvider, describe_tensor
 from tiercheck.streams.tensors.writes import Watch, contents
 
 __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
+
+log = logging.getLogger(__name__)
 
 CLOSING_THREADS_MAX = 4
 """A GPU fills the first tier's memory faster than one thread reads it: 53 GB/s on an H200."""
@@ -109,6 +112,8 @@ class IterationStream(abc.ABC):
         self._masters = Watch(provider.masters, watched_on)
         self._optimizer = OptimizerWatch(provider)
         self._buffers_there = Watch(self._deferred_buffers, watched_on)
+        self._forms = {name: describe_tensor(name, tensor) for name, tensor in provider.buffers().items()}
+        """Of the buffers, as the log has told."""
         self.packed_host_state()
         self._index.of_now()
         self.mark_recorded()
@@ -285,7 +290,21 @@ class IterationStream(abc.ABC):
                 changed[name] = tensor
                 if not self.supersedes:
                     self._recorded[name] = content
+        self._tell_of_forms(changed)
         return changed
+
+    def _tell_of_forms(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """A start refuses what its job does not hold in the same form, and the job was attached with another one."""
+        for name, tensor in buffers.items():
+            form = describe_tensor(name, tensor)
+            if self._forms.setdefault(name, "no buffer") != form:
+                log.warning(
+                    "a buffer has changed its form, from %s to %s: a restart is refused unless the script makes it so "
+                    "before it attaches",
+                    self._forms[name],
+                    form,
+                )
+                self._forms[name] = form
 
     def _contents(self) -> dict[str, str]:
         """Of the masters on the host."""

@@ -321,3 +321,14 @@ def test_a_model_and_its_optimizer_are_pickled_and_copied_without_hooks() -> Non
         assert checkpointer.version == 1
         training.step(2)
         assert checkpointer.version == 2
+
+
+def test_a_buffer_that_changes_its_form_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    training.model.register_buffer("seen", torch.zeros(2))
+    training.after_step = lambda: training.model.register_buffer("seen", torch.ones(3))
+    with training.attach(Hierarchy.of(memory()), **ALL):
+        for version in range(1, 4):
+            training.step(version)
+    said = "a buffer has changed its form, from seen (2,) torch.float32 to seen (3,) torch.float32"
+    assert caplog.text.count(said) == 1
