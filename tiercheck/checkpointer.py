@@ -203,8 +203,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         run(self._job.live().begin_iteration())
 
     def written(self) -> tuple[str, ...]:
-        """What was written to since the newest version was saved, and is in no version. Errors: ``SaveError``."""
-        return self._job.live().written()
+        """What was written to since the newest version was saved, and is in no version; nothing once this is closed."""
+        return () if self._opened.resources.given_back else self._opened.recorder.written()
 
     def recapture(self) -> bool:
         """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as

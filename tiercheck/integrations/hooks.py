@@ -126,6 +126,7 @@ class _HereAlone:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
+        self.__name__ = hook.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._hook(*args, **kwargs)

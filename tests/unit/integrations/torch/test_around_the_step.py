@@ -282,6 +282,7 @@ def test_a_loop_that_trains_with_another_optimizer_is_told(caplog: pytest.LogCap
         training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
         for version in (2, 3, 4):
             training.step(version)
+    training.step(5)  # it is closed, and says so no more
     said = "the attached optimizer has not stepped in it, but something wrote to 0.weight"
     assert caplog.text.count(said) == 1
 
