@@ -12,7 +12,7 @@ sharded ones are looked up once, at attach, and kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,13 @@ class ShardedProvider(ModuleProvider):
     @torch.no_grad()
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return super().optimizer_state()
+
+    @torch.no_grad()
+    def held_by_optimizer(self) -> Sequence[Any] | None:
+        """Local tensors, too: torch counts what is written to one of them there, and not in the DTensor around it."""
+        if (held := super().held_by_optimizer()) is None:
+            return None
+        return [*held, *(each.to_local() for each in held if isinstance(each, DTensor))]
 
     def held_here(self, master: str, state: dict[str, Any]) -> dict[str, Any]:
         def local(key: str, value: Any) -> Any:

@@ -243,6 +243,32 @@ def test_what_else_writes_to_sharded_parameters_is_seen(through: str) -> None:
         checkpointer.abort()
 
 
+@pytest.mark.parametrize("through", ["the moment", "its local tensor", "another object", "no write"])
+def test_what_else_writes_to_sharded_moments_is_seen(through: str) -> None:
+    trainer, tiers = job(), Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    with attached(trainer, tiers) as checkpointer:
+        for _ in range(2):
+            trainer.iterate(says_end=False)
+            held = trainer.optimizer.state[trainer.model[3].weight]
+            with torch.no_grad():
+                if through == "the moment":
+                    held["exp_avg"].mul_(0.5)
+                elif through == "its local tensor":
+                    held["exp_avg"].to_local().mul_(0.5)
+                elif through == "another object":
+                    held["exp_avg"] = held["exp_avg"] / 2
+            checkpointer.end_iteration()
+        wanted = State.of(ShardedProvider(trainer.model, trainer.optimizer)).bits()
+        assert checkpointer.stats.bases == (1 if through == "no write" else 3)
+        checkpointer.abort()
+    resumed = job()
+    with attached(resumed, tiers) as checkpointer:
+        assert checkpointer.recovery is not None
+        assert (checkpointer.version, checkpointer.recovery.fidelity) == (2, "exact")
+        assert State.of(ShardedProvider(resumed.model, resumed.optimizer)).bits() == wanted
+        checkpointer.abort()
+
+
 @pytest.mark.parametrize("says_end", [True, False], ids=["said", "unsaid"])
 def test_weights_that_are_swapped_for_an_evaluation_and_put_back_are_those_that_train_on(says_end: bool) -> None:
     """Though FSDP2 keeps what the evaluation has gathered."""
