@@ -19,12 +19,12 @@ from tiercheck.format.host_state import pack, unpack
 from tiercheck.runtime.group import AsyncGroup
 from tiercheck.runtime.runtime import Scheduler
 
-__all__ = ["Ranks", "gather"]
+__all__ = ["TOLD_S", "Ranks", "gather"]
 
 T = TypeVar("T")
 
-TOLD_S = 2.0
-"""Ranks wait for each other so much longer than one of them may take: who runs out of time can still say so."""
+TOLD_S = 5.0
+"""A rank that ends its waiting at the deadline has so long to tell the others why."""
 
 
 class _Message(Struct, frozen=True, array_like=True):

@@ -44,10 +44,9 @@ from tiercheck.recovery.finding.telling import tell
 from tiercheck.recovery.finding.told import Told
 from tiercheck.recovery.layouts.relayout import Relayout
 from tiercheck.recovery.one_base import point_from_one_base
-from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
-from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
-from tiercheck.recovery.reading.reader import Lost, Reader
+from tiercheck.recovery.reading.reader import ANSWER_S, Lost, Reader
 from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
@@ -64,8 +63,6 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 5.0
 """How long a tier that fails is asked again before the ranks see whether they need it."""
-ANSWER_S = 5.0
-"""A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
 
@@ -328,7 +325,7 @@ class Restorer:
         :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
         looking = partial(survey, chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
-        return await self._tell("the survey before recovery", looking, max(retry_s, answer_s) + ANSWER_S / 2)
+        return await self._tell("the survey before recovery", looking, max(retry_s, answer_s) + TOLD_S / 2)
 
     async def _look_at_other_nodes(self) -> Past:
         """As :meth:`_look`, in the memory of the other nodes that this rank has shards in."""
@@ -347,7 +344,7 @@ class Restorer:
             refuse_emptied(self._survey, self.hierarchy.tiers)
             return self._told(), self._survey
 
-        told = await tell(what, found, self.ranks, more_s=ANSWER_S)
+        told = await tell(what, found, self.ranks)
         return Past(told.told, told.others, told.lineages, self.hierarchy.roles, self._places(), self.layout)
 
     def _told(self) -> Told:
@@ -384,7 +381,7 @@ class Restorer:
             if nothing:
                 parts.append(Nothing(point))
                 return True
-            within_s = self.ranks.deadline_s + READ_ANSWER_S
+            within_s = self.ranks.deadline_s + ANSWER_S
             reading = reader.verify(point, self._own)
             part = await self.ranks.scheduler.call(reading, what="reading the checkpoint", deadline_s=within_s)
             parts.extend([part] if part else [])
@@ -444,7 +441,7 @@ class Restorer:
                 told = self._told()
             return Attempt(succeeded, told, here, there)
 
-        answers: list[Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=Attempt)
+        answers: list[Attempt] = await self.ranks.gather(what, produce, kind=Attempt)
         later = {rank: answer.told for rank, answer in enumerate(answers) if answer.told is not None}
         self._past = self._found.after(later)
         return answers

@@ -35,11 +35,9 @@ class ToldByAll:
     lineages: Mapping[int, Collection[Branch]]
 
 
-async def tell(
-    what: str, found: Callable[[], Awaitable[tuple[Told, Survey]]], ranks: Ranks, *, more_s: float
-) -> ToldByAll:
-    """Collective. ``found``: what this rank tells, and all that it has found. ``more_s``: as of :meth:`Ranks.gather`.
-    Errors: those of ``found`` and of :meth:`Ranks.gather`."""
+async def tell(what: str, found: Callable[[], Awaitable[tuple[Told, Survey]]], ranks: Ranks) -> ToldByAll:
+    """Collective. ``found``: what this rank tells, and all that it has found. Errors: those of ``found`` and of
+    :meth:`Ranks.gather`."""
     surveys: list[Survey] = []
 
     async def say() -> _Found:
@@ -47,7 +45,7 @@ async def tell(
         surveys.append(survey)
         return _Found(Raw(schema.pack(told)), packed_others(survey))
 
-    answers: list[_Found] = await ranks.gather(what, say, more_s=more_s, kind=_Found)
+    answers: list[_Found] = await ranks.gather(what, say, kind=_Found)
     told = [bytes(answer.told) for answer in answers]
     read = {each: msgspec.msgpack.decode(each, type=Told) for each in set(told)}
     all_told = [read[each] for each in told]

@@ -20,14 +20,13 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan, plan
 from tiercheck.policy.recovery.relayout import fetchers
-from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.types import PutMode
 
 __all__ = ["Fetching"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 5.0
 OBJECTS_AT_ONCE = 2
 
 
@@ -60,7 +59,7 @@ class Fetching:
         most = max(count for _, _, count in answers)
         if by_place:
             mine = [copy for old, rank in here.items() if rank == self._ranks.rank for copy in objects[old]]
-            await self._ranks.gather("fetching what several ranks read", partial(self._fetch, mine), more_s=2 * LATE_S)
+            await self._ranks.gather("fetching what several ranks read", partial(self._fetch, mine), more_s=TOLD_S)
         return most, {old for old in here if old in needed}
 
     async def forget(self) -> None:
@@ -69,7 +68,7 @@ class Fetching:
         if gone:
             deleting = self._reading.first.driver.delete([str(key) for key in gone])
             try:
-                await self._ranks.scheduler.call(deleting, what="deleting what was fetched", deadline_s=LATE_S)
+                await self._ranks.scheduler.call(deleting, what="deleting what was fetched", deadline_s=TOLD_S)
             except TierCheckError as error:
                 log.warning("what was fetched for other ranks of this node stays: %s", error)
 

@@ -22,9 +22,9 @@ from tiercheck.format.index.assemble import Missing
 from tiercheck.format.index.logical import LogicalIndex, LogicalTensor, Padding
 from tiercheck.policy.recovery.spans import Span, contain, joined, spans_of
 from tiercheck.recovery.layouts.holders import Holders, lacking
-from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks
+from tiercheck.recovery.layouts.old_ranks import OldRanks
 from tiercheck.recovery.layouts.renaming import names_given
-from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.recovery.report import Fit
 from tiercheck.streams.loading import Loading
 
@@ -154,7 +154,7 @@ async def match(
     """
     doing = "comparing the model with what was saved"
     comparison = _Comparison(old, wanted, ranks.rank, loading)
-    answers: list[_Compared] = await ranks.gather(doing, comparison.told, more_s=2 * LATE_S, kind=_Compared)
+    answers: list[_Compared] = await ranks.gather(doing, comparison.told, more_s=TOLD_S, kind=_Compared)
     refuse_other_options(answers)
     problems = comparison.problems(answers)
     if not problems:
@@ -168,7 +168,7 @@ async def match(
             made.append(_Comparison(old, wanted, ranks.rank, loading, names))
             return await made[0].told()
 
-        answers = await ranks.gather(f"{doing}, renamed", compare, more_s=2 * LATE_S, kind=_Compared)
+        answers = await ranks.gather(f"{doing}, renamed", compare, more_s=TOLD_S, kind=_Compared)
         comparison, problems = made[0], made[0].problems(answers)
         refuse_other_names(answers)
         if (found := sum(each.found for each in answers)) < as_saved:

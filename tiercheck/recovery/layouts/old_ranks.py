@@ -32,17 +32,15 @@ from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.relayout import dealt, readers
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.layouts.telling import Found, ReachableVersions, SharedParts, Wholes, differing, part_of
-from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.recovery.reading.reader import ANSWER_S
 from tiercheck.replication.objects.asking import first_answer, patiently
 from tiercheck.replication.objects.shards import read_header, read_object
 
-__all__ = ["LATE_S", "OldRanks", "first_of"]
+__all__ = ["OldRanks", "first_of"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 5.0
-"""A rank that ends its waiting at the deadline has so long to tell the others why."""
 AT_ONCE = 32
 """Old ranks whose shards are listed, or whose bases are read."""
 IDENTITY = "identity"
@@ -157,7 +155,7 @@ class OldRanks:
             )
 
         doing = "looking for what other ranks have saved"
-        self._seen = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=ReachableVersions)
+        self._seen = await self._ranks.gather(doing, look, more_s=TOLD_S, kind=ReachableVersions)
 
     async def find_shared(self, olds: Collection[int]) -> bool:
         """What the tiers that all see hold of these as well. Returns whether any was not looked for before. Errors:
@@ -202,7 +200,7 @@ class OldRanks:
             own = [tier for tier in self._hierarchy.tiers if not tier.is_other_node and (inside or tier.seen_by_all)]
             return await asyncio.gather(*map(listed, [*own, *await self._memories.holding(olds)]))
 
-        finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + LATE_S)
+        finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + TOLD_S)
         for tier, found in await finding:
             if isinstance(found, TierError):
                 if tier.is_other_node:
@@ -241,7 +239,7 @@ class OldRanks:
             return {old: each.found for old, each in came.items()}
 
         doing = "what the ranks that saved hold of the model"
-        answers = await self._ranks.gather(doing, read, more_s=LATE_S, kind=dict[int, Found])
+        answers = await self._ranks.gather(doing, read, kind=dict[int, Found])
         found = {old: each for answer in answers for old, each in answer.items()}
         self.outlines = {old: found[old].outline for old in sorted(found)}
         self._digests = {old: each.index for old, each in found.items()}

@@ -33,8 +33,8 @@ from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.layouts.fetching import Fetching
 from tiercheck.recovery.layouts.holders import Holders, lacking
 from tiercheck.recovery.layouts.matching import match
-from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks, first_of
-from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.layouts.old_ranks import OldRanks, first_of
+from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
 from tiercheck.recovery.reading.reader import Reader
 from tiercheck.recovery.reading.rebuilding import fitting, rebuilt
@@ -171,7 +171,7 @@ class Relayout:
                     break
             await self._old.find_shared(needed)
 
-        await self._ranks.gather("looking for what this rank needs", look, more_s=2 * LATE_S)
+        await self._ranks.gather("looking for what this rank needs", look, more_s=TOLD_S)
 
     async def _look_further(self) -> bool:
         """What the shared tiers hold of more old ranks that have what this one needs: another copy of what has failed
@@ -181,7 +181,7 @@ class Relayout:
         async def look() -> bool:
             return await self._holders.look_for(self._old.visible, self._copies)
 
-        return any(await self._ranks.gather("looking for other copies", look, more_s=2 * LATE_S))
+        return any(await self._ranks.gather("looking for other copies", look, more_s=TOLD_S))
 
     async def _name_what_lacks(self) -> None:
         """Say of what nobody has been found. An old rank that was not found need not be why: the model may have
@@ -194,7 +194,7 @@ class Relayout:
 
         if self._old.whole:
             return
-        answers = await self._ranks.gather("what was not found", lacks, more_s=2 * LATE_S)
+        answers = await self._ranks.gather("what was not found", lacks, more_s=TOLD_S)
         if names := dict.fromkeys(name for names in answers for name in names):
             self.lacking += f", and the ranks that were found have not all of {first_of(names)}"
 
@@ -237,7 +237,7 @@ class Relayout:
 
         most, fetched = await self._fetching.fetch(needed, self._old.sound)
         await self._old.find_in_first(fetched)
-        more_s = LATE_S + 2 * self._ranks.deadline_s * most
+        more_s = 2 * self._ranks.deadline_s * most
         answers = await self._ranks.gather(f"reading version {version}", read, more_s=more_s)
         return (needed, came) if all(answers) else None
 
