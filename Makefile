@@ -55,7 +55,8 @@ lowest: ## the unit tests on the lowest versions that pyproject.toml allows, in 
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[torch]' setuptools~=80.0
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct \
 	  --no-build-isolation-package deepspeed -e '.[dev]'
-	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest -n $(PYTEST_WORKERS) --dist loadfile -p no:cacheprovider tests/unit tests/property $(PYTEST_ARGS)
+	@# Numba keeps what it compiles beside the sources, and another version of it would have all of that compiled anew.
+	NUMBA_CACHE_DIR=$(CURDIR)/.venv-lowest/numba OMP_NUM_THREADS=1 .venv-lowest/bin/pytest -n $(PYTEST_WORKERS) --dist loadfile -p no:cacheprovider tests/unit tests/property $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="--failure node")
 	$(BIN)/tiercheck demo $(DEMO_ARGS)
@@ -121,6 +122,6 @@ hooks: $(INSTALLED) ## run the checks before each git commit
 	$(BIN)/pre-commit install
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 	rm -rf .torch_extensions demo-output build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

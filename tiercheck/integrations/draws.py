@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tiercheck.streams.tensors.generators import differing, random_state
+from tiercheck.streams.tensors.joint import is_torchs_own
 
 __all__ = ["StepDraws"]
 
@@ -23,7 +24,7 @@ class StepDraws:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """The step's gradients are there, and it changes something next."""
-        self._before = None if type(optimizer).__module__.startswith("torch.") else random_state()
+        self._before = None if is_torchs_own(optimizer) else random_state()
 
     def drew(self) -> bool:
         """Whether the step, which is done, has drawn random numbers."""

@@ -115,14 +115,16 @@ def outermost(hook: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, 
     return called
 
 
-def uncompiled(hook: Callable[..., T]) -> Callable[..., T | None]:
+def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
     """The hook, into which ``torch.compile`` does not look: a graph breaks there. What a hook does is no part of the
-    model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes."""
+    model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes. In a copy
+    of what it is registered on it does nothing."""
     return _HereAlone(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 class _HereAlone:
-    """A hook on what this process trains. Pickled, and so copied, with the model or the optimizer it does nothing."""
+    """A hook on what this process trains. It is pickled, as by ``torch.save(model)``, and copied as one that does
+    nothing: no process could load it, and nothing of a copy is saved."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook

@@ -93,6 +93,7 @@ class Iterations:
     def said(self) -> None:
         """The loop says that its iteration is over."""
         self._meet_once()
+        self._provider.beside.says_end = True
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:
@@ -106,7 +107,6 @@ class Iterations:
                 listed(names),
             )
         self._publish_later()
-        self._provider.beside.says_end = True
 
     def forward(self) -> None:
         """A forward pass of training begins."""

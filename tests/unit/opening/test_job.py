@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,24 +34,17 @@ class Part:
 
 
 def resources(ended: list[str], failing: str, error: BaseException) -> Resources:
-    parts = {each: Part(each, ended, error if each == failing else None) for each in STEPS}
+    parts: Any = {each: Part(each, ended, error if each == failing else None) for each in STEPS}
 
-    class Ranks:
-        scheduler = parts["scheduler"]
+    async def call(coroutine: Any, what: str) -> Any:
+        return await coroutine
 
-        class group:  # noqa: N801
-            close = staticmethod(lambda: ended.append("group"))
-
-        @staticmethod
-        async def call(coroutine: Any, what: str) -> Any:
-            return await coroutine
-
-    class Lock:
-        release = staticmethod(lambda: ended.append("process_lock"))
-
-    held: Any = {each: parts[each] for each in STEPS if each != "scheduler"}
-    ranks, lock = Ranks(), Lock()
-    return Resources(ranks=ranks, process_lock=lock, **held)  # type: ignore[arg-type]
+    group = SimpleNamespace(close=lambda: ended.append("group"))
+    held: Any = {
+        "ranks": SimpleNamespace(scheduler=parts.pop("scheduler"), group=group, call=call),
+        "process_lock": SimpleNamespace(release=lambda: ended.append("process_lock")),
+    }
+    return Resources(**held, **parts)
 
 
 @pytest.mark.parametrize("failing", STEPS)
@@ -78,9 +72,9 @@ def test_a_copy_that_does_not_end_ends_neither_the_process_nor_the_wait(caplog: 
     """Its memory stays, and whoever attaches next finds nothing that is locked."""
     training, tier, stuck = Training(), memory(), threading.Event()
     checkpointer = training.attach(Hierarchy.of(tier), deadline_s=0.5)
-    job = checkpointer._job
+    job: Any = checkpointer._job
     training.step(1)
-    job.recorder._bases._copier._newest.published = job.ranks.scheduler.beside(lambda: stuck.wait(60))  # type: ignore
+    job.recorder._bases._copier._newest.published = job.ranks.scheduler.beside(lambda: stuck.wait(60))
     try:
         checkpointer.abort()
         assert "base 0 is still copied, after 0.5 s more" in caplog.text

@@ -33,7 +33,6 @@ REFRESH_S = 1.0
 LOOK_S = 30.0
 CYCLE_S = 600.0
 REGISTRATIONS_MAX = 4
-"""Where :attr:`RemoteMover.status` shows an agent that cannot be reached, among the tiers' errors."""
 
 
 class RemoteMover:

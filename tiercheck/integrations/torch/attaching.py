@@ -336,7 +336,7 @@ class _Hooks:
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if model not in self._modules:
-            return  # a copy, which has the hooks of what it was copied from
+            return  # a shallow copy, which shares the hooks of what it was copied from
         self._stand_next_to_the_steps()
         if self._iterations is not None and model.training:
             if not self._iterations.begun:

@@ -14,7 +14,7 @@ from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
-from tiercheck.streams.tensors.joint import AnyOptimizer, objects_held, parts_of
+from tiercheck.streams.tensors.joint import AnyOptimizer, is_torchs_own, objects_held, parts_of
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.nested import flat, nested
 from tiercheck.streams.tensors.own_state import OwnState
@@ -68,7 +68,7 @@ class ModuleProvider:
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(model)
         self._own_state = OwnState(optimizer)
-        self._keeps_plain = all(type(each).__module__.startswith("torch.") for each in parts_of(optimizer))
+        self._keeps_plain = all(map(is_torchs_own, parts_of(optimizer)))
         """Whether what it holds of a parameter is plain tensors and numbers, as torch's own do."""
         self._states = 0
         """How many there were when it was last seen whether the optimizer's state can be saved."""

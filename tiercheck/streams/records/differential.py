@@ -210,7 +210,8 @@ class DifferentialCapture(IterationCapture):
             if self._gathered is not None:
                 return
         for name, gradient in gradients.items():
-            self._check(name, gradient)
+            check_trained(self._stream.masters, name, gradient.shape)
+            self._check_new(name)
         failures: list[TierError] = []
         for name, gradient in gradients.items():
             self._encode(name, gradient, failures)
@@ -257,10 +258,6 @@ class DifferentialCapture(IterationCapture):
         written[suffix] = memory
         self._stored[name] = dtype
         return memory
-
-    def _check(self, name: str, gradient: torch.Tensor) -> None:
-        check_trained(self._stream.masters, name, gradient.shape)
-        self._check_new(name)
 
     def _check_new(self, name: str) -> None:
         if self._has(name):

@@ -15,7 +15,16 @@ import torch
 
 from tiercheck.errors import UnsupportedSetup
 
-__all__ = ["AnyOptimizer", "JointOptimizer", "kind_of", "kinds_in", "objects_held", "parts_of", "qualified"]
+__all__ = [
+    "AnyOptimizer",
+    "JointOptimizer",
+    "is_torchs_own",
+    "kind_of",
+    "kinds_in",
+    "objects_held",
+    "parts_of",
+    "qualified",
+]
 
 AND = " and "
 
@@ -50,11 +59,17 @@ def parts_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch has the class: such an optimizer keeps plain tensors and numbers, of parameters alone, and its step
+    draws no random numbers."""
+    return type(optimizer).__module__.startswith("torch.")
+
+
 def objects_held(optimizer: AnyOptimizer) -> list[Any] | None:
     """What it holds of its parameters, the objects themselves. ``None`` for one of a user's own, which may hold
     containers of tensors."""
     parts = parts_of(optimizer)
-    if not all(type(part).__module__.startswith(("torch.", "deepspeed.")) for part in parts):
+    if not all(is_torchs_own(part) or type(part).__module__.startswith("deepspeed.") for part in parts):
         return None
     return [each for part in parts for state in part.state.values() for each in state.values()]
 

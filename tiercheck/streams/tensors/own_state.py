@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of, qualified
+from tiercheck.streams.tensors.joint import AnyOptimizer, is_torchs_own, parts_of, qualified
 from tiercheck.streams.tensors.storable import from_storable, to_storable
 
 __all__ = ["OwnState"]
@@ -30,7 +30,7 @@ SCHEDULERS = frozenset(("_step_count", "_opt_called"))
 
 class OwnState:
     def __init__(self, optimizer: AnyOptimizer) -> None:
-        self._parts = [_Part(each) for each in parts_of(optimizer) if not type(each).__module__.startswith("torch.")]
+        self._parts = [_Part(each) for each in parts_of(optimizer) if not is_torchs_own(each)]
 
     def look(self) -> None:
         """A step was taken. Errors: ``UnsupportedSetup`` for a key that a version cannot hold."""

@@ -307,13 +307,16 @@ def identity_digest(lines: Iterable[str]) -> str:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's options without its parameters; tensors of one element (a capturable ``lr``) as numbers."""
+    return {
+        key: value if type(value) in PLAIN else to_plain(without_dimension(value), key)
+        for key, value in group.items()
+        if key != "params"
+    }
 
-    def plain(key: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.reshape(())
-        return value if type(value) in PLAIN else to_plain(value, key)
 
-    return {key: plain(key, value) for key, value in group.items() if key != "params"}
+def without_dimension(value: Any) -> Any:
+    """A tensor of one element as torch takes it for a number."""
+    return value.reshape(()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

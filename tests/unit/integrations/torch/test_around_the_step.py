@@ -43,7 +43,7 @@ class Patched(Training):
             halve(self.optimizer, (), {})
             return step(closure)
 
-        self.optimizer.step = halved  # type: ignore[method-assign]
+        self.optimizer.step = halved
 
 
 @pytest.fixture
