@@ -18,7 +18,8 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
 from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
-from tiercheck.recording.saves import TELL_S, Saves
+from tiercheck.recording.saves import Saves
+from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle, MoverStatus
 from tiercheck.runtime.runtime import Scheduler
 
@@ -26,8 +27,6 @@ __all__ = ["Backlog"]
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02
-NUDGE_S = 0.5
 FOLD_S_MAX = 10.0
 """So long training waits for a fold if the base may be captured instead."""
 DRAIN_S_MAX = 10.0
@@ -125,37 +124,23 @@ class Backlog:
         room = self._modes.record_room
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
         room.on(RoomEvent.ASKED)
-        began = nudged = self._scheduler.time()
-        told = False
-        self._hurry()
-        held, most = await self._look(records_max)
-        try:
+        with Wait(self._scheduler, self._hurry, self._saves) as wait:
+            held, most = await self._look(records_max)
             while held >= most:
-                status, now = self._mover.status, self._scheduler.time()
-                late = self._is_late(status, now - began)
-                instead = late and now - began >= self._patience_s(status, deadline_s)
+                status = self._mover.status
+                late = self._is_late(status, wait.waited_s)
+                instead = late and wait.waited_s >= self._patience_s(status, deadline_s)
                 if (instead or (self._folds and status.not_folded)) and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
                     room.on(RoomEvent.FOUND)
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
                 why = status.holds_up or "the mover has not said why"
-                if now - began >= deadline_s:
-                    raise SaveError(
-                        f"the first tier holds {held} differentials and has room for {most}; within "
-                        f"{deadline_s:g} s none could go: {why}"
-                    )
-                if now - began >= TELL_S and not told:
-                    told = True
-                    what = f"holds {held} differentials and has room for {most}"
-                    log.warning("training waits for the first tier, which %s: %s", what, why)
-                if now - nudged >= NUDGE_S:
-                    self._hurry()
-                    nudged = now
-                await self._scheduler.sleep(LOOK_S)
+                full = f"the first tier holds {held} differentials and has room for {most}"
+                if wait.waited_s >= deadline_s:
+                    raise SaveError(f"{full}; within {deadline_s:g} s none could go: {why}")
+                await wait.moment(f"{full}: {why}")
                 held, most = await self._look(records_max)
-        finally:
-            self._saves.count(drain_stall_s=self._scheduler.time() - began)
         room.on(RoomEvent.FOUND)
         return held, most
 

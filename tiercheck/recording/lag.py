@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from tiercheck.errors import SaveError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.modes import Modes, Room, RoomEvent
-from tiercheck.recording.saves import TELL_S, Saves
+from tiercheck.recording.saves import Saves
+from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["LagBound"]
-
-log = logging.getLogger(__name__)
-
-LOOK_S = 0.02
-"""How often a wait looks whether it may end, in seconds."""
-NUDGE_S = 0.5
-"""How often a wait asks the mover to look at the tiers, in seconds."""
 
 
 class LagBound:
@@ -67,26 +60,15 @@ class LagBound:
     async def _wait(self, version: int) -> None:
         deadline_s = 0.0 if self._room.state is Room.IN_DOUBT else self._deadline_s
         self._room.on(RoomEvent.ASKED)
-        began = nudged = self._scheduler.time()
-        told = False
-        self._hurry()
-        try:
+        with Wait(self._scheduler, self._hurry, self._saves) as wait:
             while lagging := self._lagging(version):
-                now = self._scheduler.time()
-                if now - began >= deadline_s:
+                said = self._said(version, lagging)
+                if wait.waited_s >= deadline_s:
                     raise SaveError(
-                        f"{self._said(version, lagging)}; that did not change within {deadline_s:g} s. Make sure that "
-                        "the tier answers and is fast enough, or raise lag_max"
+                        f"{said}; that did not change within {deadline_s:g} s. Make sure that the tier answers and is "
+                        "fast enough, or raise lag_max"
                     )
-                if now - began >= TELL_S and not told:
-                    told = True
-                    log.warning("training waits: %s", self._said(version, lagging))
-                if now - nudged >= NUDGE_S:
-                    self._hurry()
-                    nudged = now
-                await self._scheduler.sleep(LOOK_S)
-        finally:
-            self._saves.count(drain_stall_s=self._scheduler.time() - began)
+                await wait.moment(said)
 
     def _said(self, version: int, lagging: dict[str, int]) -> str:
         errors = self._mover.status.errors

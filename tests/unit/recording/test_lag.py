@@ -14,7 +14,7 @@ from tests.training import Training
 from tiercheck.errors import ConfigurationError, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.policy.policies import Copying, PacingPolicy, Policies
-from tiercheck.recording import lag
+from tiercheck.recording import waits
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.wrappers.base import Call, Operation
 
@@ -24,7 +24,7 @@ def test_training_waits_by_name_for_a_tier_that_lags_too_far(
     tmp_path: Path, on_save_error: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes on when it has caught up."""
-    monkeypatch.setattr(lag, "TELL_S", 0.1)
+    monkeypatch.setattr(waits, "TELL_S", 0.1)
     monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.005, 0.02))
     refused: list[str] = []
 

@@ -1,0 +1,54 @@
+"""Training waits for the mover: it looks again and again whether it may go on, and says once what it waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from tiercheck.recording.saves import TELL_S, Saves
+from tiercheck.runtime.runtime import Scheduler
+
+__all__ = ["Wait"]
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+"""How often a wait looks whether it may end, in seconds."""
+NUDGE_S = 0.5
+"""How often a wait asks the mover to look at the tiers, in seconds."""
+
+
+class Wait:
+    """One wait, from entering it to leaving it. It counts as a stall for the tiers, however it ends."""
+
+    def __init__(self, scheduler: Scheduler, hurry: Callable[[], None], saves: Saves) -> None:
+        self._scheduler = scheduler
+        self._hurry = hurry
+        self._saves = saves
+        self._began = self._nudged = scheduler.time()
+        self._told = False
+
+    def __enter__(self) -> Wait:
+        self._hurry()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._saves.count(drain_stall_s=self.waited_s)
+
+    @property
+    def waited_s(self) -> float:
+        return self._scheduler.time() - self._began
+
+    async def moment(self, why: str) -> None:
+        """Wait until it is time to look again. ``why``: for the warning, if the wait has become long."""
+        now = self._scheduler.time()
+        if now - self._began >= TELL_S and not self._told:
+            self._told = True
+            log.warning("training waits: %s", why)
+        if now - self._nudged >= NUDGE_S:
+            self._hurry()
+            self._nudged = now
+        await self._scheduler.sleep(LOOK_S)
