@@ -206,10 +206,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """What was written to since the newest version was saved, and is in no version; nothing once this is closed."""
         return () if self._opened.resources.given_back else self._opened.recorder.written()
 
-    def recapture(self) -> bool:
-        """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as
-        :meth:`capture`."""
-        return run(self._job.live().recapture())
+    def recapture(self, *, moved: bool = False) -> bool:
+        """Whether something was written to after :meth:`complete`; then a base of the version is captured. ``moved``:
+        something was that is no tensor. Errors: as :meth:`capture`."""
+        return run(self._job.live().recapture(moved=moved))
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""

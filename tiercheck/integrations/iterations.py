@@ -47,7 +47,8 @@ class Iterations:
     ``in_step``: a version is published before the step returns, until something is seen to change after it, here or by
     the process whose version was restored. That suits a framework whose step does everything, so that the loop has
     nothing left to do. ``meet``: called on every rank once between two steps, when the iteration is said or seen to be
-    over, before anything of it is published.
+    over, before anything of it is published. ``moved``: whether something that is no tensor, and part of the version,
+    has changed since the version was published in the step.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Iterations:
         *,
         in_step: bool = False,
         meet: Callable[[], None] = lambda: None,
+        moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._provider = provider
         self._checkpointer = checkpointer
         self._in_step = in_step and not provider.beside.later
         self._meet = meet
+        self._moved = moved
         self._is_to_meet = False
         """The optimizer has stepped since the last meeting."""
         self._pending: int | None = None
@@ -97,7 +100,7 @@ class Iterations:
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:
-            self._checkpointer.recapture()
+            self._checkpointer.recapture(moved=self._moved())
         elif self._begun and not self._idle and (names := self._checkpointer.written()):
             self._idle = True
             log.warning(
@@ -151,7 +154,7 @@ class Iterations:
         """The version was published in the step: save it again if the loop has written to something since."""
         self._provider.beside.publish_again()
         try:
-            if self._checkpointer.recapture():
+            if self._checkpointer.recapture(moved=self._moved()):
                 self._publish_later()  # the loop writes after the step
         finally:
             self._provider.published()

@@ -248,11 +248,11 @@ class Recorder:
         """The names of what was written to since the newest version was published."""
         return self._stream.written()
 
-    async def recapture(self) -> bool:
+    async def recapture(self, *, moved: bool = False) -> bool:
         """Capture the newest version again, as a base of the present state, if the state was written to after that
-        version was published and the version is no base yet. Returns whether the state was written to. Errors: as
-        :meth:`begin_iteration`."""
-        if not self._stream.written():
+        version was published and the version is no base yet; or ``moved``, as the caller has seen. Returns whether it
+        was. Errors: as :meth:`begin_iteration`."""
+        if not (self._stream.written() or moved):
             return False
         version = self.version
         await self._look_at_closed(0)

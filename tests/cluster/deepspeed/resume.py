@@ -65,6 +65,7 @@ def resumes(directory: Path) -> dict[str, Any]:
     return {
         "attached-and-skipping": partial(check_skip, directory),
         "written-after-the-step": partial(check_written, directory),
+        **{f"set-after-the-step-{option}": partial(check_set, directory, option) for option in ("lr", "weight_decay")},
         "block": check_block,
         **beside,
         **checks,
@@ -285,6 +286,43 @@ def check_written(directory: Path) -> Iterable[str]:
         found = [float(parameter.detach().double().sum()) for parameter in engine.module.parameters()]
         checkpointer.abort()
         yield from differences("parameters", wanted, found)
+
+
+def check_set(directory: Path, option: str) -> Iterable[str]:
+    """A loop that sets the optimizer's options behind the step has them in its versions, from the first one set on: the
+    rate of an engine without a scheduler, and what a scheduler does not set."""
+    case = CASES["zero3-bf16" if option == "lr" else "zero1-fp32"]
+
+    def options(engine: Any) -> list[float]:
+        return [group[option] for group in engine.optimizer.param_groups]
+
+    def go(engine: Any, until: int) -> None:
+        while engine.global_steps < until:
+            iterate(engine)
+            for group in engine.optimizer.param_groups if engine.global_steps == 2 else ():
+                group[option] = 0.02
+
+    engine = build(case, seed=5)
+    if (engine.lr_scheduler is None) != (option == "lr"):
+        yield f"the scheduler is {engine.lr_scheduler}"
+    go(engine, 2)
+    reference = train(engine, DeepSpeedProvider(engine), END)
+    with tiers(directory, f"set-{option}") as (hierarchy, _):
+        engine, _, checkpointer = start(case, 5, hierarchy)
+        go(engine, 2)
+        wanted = options(engine)
+        iterate(engine)  # version 3: the forward pass has captured version 2 again
+        checkpointer.abort()
+        torch.distributed.barrier()
+        engine, provider, checkpointer = start(case, 99, hierarchy)
+        recovery = checkpointer.recovery
+        if recovery is None or (recovery.version, recovery.fidelity) != (2, "exact"):
+            yield f"recovered {recovery}, not exactly version 2"
+        if options(engine) != wanted:
+            yield f"recovered {option} {options(engine)}, not {wanted}"
+        outcome = train(engine, provider, END)
+        checkpointer.close()
+        yield from differences("state", reference.state, outcome.state)
 
 
 def check_skip(directory: Path) -> Iterable[str]:

@@ -68,6 +68,8 @@ EDGES = (
 RESUMES = (
     "attached-and-skipping",
     "written-after-the-step",
+    "set-after-the-step-lr",
+    "set-after-the-step-weight_decay",
     "block",
     "beside-zero1-fp32-said",
     "beside-zero0-bf16-unsaid",

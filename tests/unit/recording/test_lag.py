@@ -43,6 +43,7 @@ def test_training_waits_by_name_for_a_tier_that_lags_too_far(
     refused.append("the store is away")
     for version in range(3, 7):
         training.step(version)
+    until(lambda: "nvme" in checkpointer.stats.mover.errors, "the mover sees that the store is away")
     said = rf"rank 0 .* lag_max=4 .*: nvme \({re.escape(url)}\) lacks the 4 versions after version 2: .*store is away"
     if on_save_error == "fail":
         with pytest.raises(SaveError, match=said + r".*did not change within 1 s.*raise lag_max"):

@@ -212,7 +212,9 @@ class _Hooks:
 
     def serve(self, checkpointer: Checkpointer) -> None:
         meet = (lambda: None) if self._owned is None else self._owned.meet
-        self._iterations = Iterations(self.provider, checkpointer, in_step=self._in_step, meet=meet)
+        self._iterations = Iterations(
+            self.provider, checkpointer, in_step=self._in_step, meet=meet, moved=self.provider.options.moved
+        )
         checkpointer.on_end_iteration(self._said)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_close(self._record_skipped)

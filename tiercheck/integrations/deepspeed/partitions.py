@@ -31,6 +31,7 @@ from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.integrations.deepspeed.cpu_adam import CPUAdamPowers
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
 from tiercheck.integrations.deepspeed.meaning import index_of
+from tiercheck.integrations.deepspeed.options import OptionsWatch
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_unsupported
@@ -86,6 +87,7 @@ class DeepSpeedProvider:
         self._forward_begins: Callable[[], None] = lambda: None
         self._between = False
         self._scheduler = EngineScheduler(engine)
+        self.options = OptionsWatch(engine, self.groups)
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(engine.module)
         self._restored_micro_steps = -1
@@ -262,6 +264,7 @@ class DeepSpeedProvider:
             self._at_step = self._engine_state()
 
     def published(self) -> None:
+        self.options.mark()
         self.beside.published()
         self._at_step = None
 
