@@ -80,7 +80,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         refuse_other_kind("loading", loading, Loading)
         refuse_other_kind("on_lost_stage", on_lost_stage, LostStage)
         self.config = config or CheckpointConfig()
-        self._on_end_iteration: list[Callable[[], None]] = []
+        self._on_end_iteration: list[Callable[[bool], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._opened = run(
@@ -119,16 +119,20 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """What checkpointing has done and cost on this rank since it was attached."""
         return replace(self._opened.recorder.stats, mover=self._opened.mover.status)
 
-    def end_iteration(self) -> None:
+    def end_iteration(self, *, ends_epoch: bool = False) -> None:
         """Say that the loop's iteration is over: the version is saved as everything is now, and survives the process
         when this returns. Call it behind the last thing that an iteration changes (schedulers, counters), and before
         the next batch is drawn. If the optimizer has not stepped since, it does nothing.
+
+        ``ends_epoch``: an epoch is over with it. A process that resumes there begins the next one as this one does
+        now, with the random numbers that ``iter(DataLoader)`` draws; in the middle of an epoch only a process that
+        resumes draws them, and they are taken back.
 
         A loop that does not call it has its versions saved when the next forward pass begins. Errors: as
         :meth:`capture`."""
         self._check_process()
         for action in self._on_end_iteration:
-            action()
+            action(ends_epoch)
 
     def report(self, **metrics: float) -> None:
         """Report what was measured of this :attr:`version`, for policies that keep the best. Rank 0's values count.
@@ -215,8 +219,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
         run(self._job.live().skip(version))
 
-    def on_end_iteration(self, action: Callable[[], None]) -> None:
-        """Run ``action`` whenever :meth:`end_iteration` is called."""
+    def on_end_iteration(self, action: Callable[[bool], None]) -> None:
+        """Run ``action`` whenever :meth:`end_iteration` is called, with its ``ends_epoch``."""
         self._on_end_iteration.append(action)
 
     def on_close(self, action: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training import memory
-from tests.unit.integrations.torch.test_first_forward import EPOCH, MOMENTS, Failed, Run
+from tests.unit.integrations.torch.test_first_forward import MOMENTS, Failed, Run
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
@@ -77,15 +77,13 @@ class Process(Run):
 
 
 def is_known(loop: Loop, version: int, moment: str, *, first: bool) -> bool:
-    """Whether what is saved when it fails there says where the generators go on. ADR 14 has the exceptions: a loop that
-    says where its iterations end, right behind an epoch; and in the job's first two iterations, before anybody has seen
-    what it does between them, and that it says so."""
+    """Whether what is saved when it fails there says where the generators go on. ADR 14 has the exception: of a loop
+    that says where its iterations end, the job's first two iterations, before anybody has seen what it does between
+    them, and that it says so."""
     if not loop.says_end and not loop.in_step:
         return True
     newest = version if moment == MOMENTS[4] else version - 1
-    if first and (newest == 1 or (newest == 0 and loop.in_step and moment in MOMENTS[2:])):
-        return False
-    return newest == 0 or newest % EPOCH != 0
+    return not (first and (newest == 1 or (newest == 0 and loop.in_step and moment in MOMENTS[2:])))
 
 
 loops = st.builds(

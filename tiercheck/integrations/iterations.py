@@ -75,6 +75,8 @@ class Iterations:
         """A forward pass of training was seen since the last step."""
         self._idle = False
         """It was told that the loop trains without the attached optimizer."""
+        self._told_of_epoch = False
+        """It was told that the end of an epoch was said too late."""
         self._passed = False
         """One was seen that may be of the next iteration, and the loop had not said that this one is over."""
 
@@ -93,14 +95,15 @@ class Iterations:
         if self._in_step:
             self._publish()
 
-    def said(self) -> None:
-        """The loop says that its iteration is over."""
+    def said(self, ends_epoch: bool = False) -> None:
+        """The loop says that its iteration is over, and perhaps an epoch with it."""
         self._meet_once()
         self._provider.beside.says_end = True
+        self._provider.beside.ends_epoch = ends_epoch
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:
-            self._checkpointer.recapture(moved=self._moved())
+            self._checkpointer.recapture(moved=self._moved() or ends_epoch)
         elif self._begun and not self._idle and (names := self._checkpointer.written()):
             self._idle = True
             log.warning(
@@ -108,6 +111,13 @@ class Iterations:
                 "something wrote to %s: nothing of that is saved. If another optimizer steps now, close the "
                 "checkpointer and attach that one",
                 listed(names),
+            )
+        elif ends_epoch and not self._told_of_epoch:
+            self._told_of_epoch = True
+            log.warning(
+                "version %d was saved before the loop said that an epoch ends with it, and does not know so: say it in "
+                "the call that ends its iteration, end_iteration(ends_epoch=...)",
+                self._checkpointer.version,
             )
         self._publish_later()
 

@@ -272,10 +272,10 @@ class _Hooks:
         self._record_skipped()
         self._iterations.forward()
 
-    def _said(self) -> None:
-        """The loop says that its iteration is over."""
+    def _said(self, ends_epoch: bool) -> None:
+        """The loop says that its iteration is over, and perhaps an epoch with it."""
         if self._iterations is not None:
-            self._iterations.said()
+            self._iterations.said(ends_epoch)
             self._record_skipped(End.SAID)
 
     def _record_skipped(self, end: End = End.UNSEEN) -> None:

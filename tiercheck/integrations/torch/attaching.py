@@ -237,8 +237,7 @@ class _Hooks:
         self._order.prime()
         meet = (lambda: None) if self._owned is None else self._owned.meet
         self._iterations = Iterations(self.provider, checkpointer, meet=meet)
-        checkpointer.on_end_iteration(self._end_joint_step)
-        checkpointer.on_end_iteration(self._iterations.said)
+        checkpointer.on_end_iteration(self._said)
         checkpointer.on_close(self._end_joint_step)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)
@@ -312,6 +311,12 @@ class _Hooks:
             self.provider.after_loss.lower_rate(self._optimizer.param_groups, done=False)
             self._joint.stepped(optimizer)
             self._checkpointer.part_stepped()
+
+    def _said(self, ends_epoch: bool) -> None:
+        """The loop says that its iteration is over, and perhaps an epoch with it."""
+        self._end_joint_step()
+        if self._iterations is not None:
+            self._iterations.said(ends_epoch)
 
     def _end_joint_step(self) -> None:
         if self._joint is not None and self._joint.end():

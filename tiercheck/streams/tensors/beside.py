@@ -13,7 +13,8 @@ can say: it is saved as of the step, and if it moves before the next forward pas
 What a process does between ``attach`` and its first iteration may draw random numbers too: ``iter(DataLoader)`` draws a
 seed. So generators are put back twice, the second time when the first forward pass of training begins. What they were
 there in the interrupted run is known if the version was published there. If ``end_iteration()`` published it, they were
-as of then, unless the loop draws between its iterations; whether it does was observed in the iterations before.
+as of then, unless the loop draws between its iterations; whether it does was observed in the iterations before. If it
+said that an epoch ends there, the process that resumes draws what the interrupted run would have drawn.
 """
 
 from __future__ import annotations
@@ -92,6 +93,12 @@ class Beside:
         where its iterations end, or writes after the step. The next process begins like that."""
         self.says_end = False
         """The loop says where its iterations end. That of the next process does so, too."""
+        self.ends_epoch = False
+        """The loop says that an epoch ends with the version that is published next."""
+        self._saved_at_forward = False
+        """The last version was saved when the forward pass after it began, and knows the generators there."""
+        self._told_of_draws = False
+        """It was told that the loop draws behind the end of an iteration."""
         self._loaded: dict[str, Any] = {}
         """What was put back last of what is drawn from, until :meth:`restore_generators`."""
         self._restored: dict[str, Any] | None = None
@@ -120,6 +127,7 @@ class Beside:
         """The optimizer has stepped: keep what the next batch will be drawn from."""
         self._at_step = self._drawn()
         self._at_forward, self._restored, self._doubts = None, None, Doubts()
+        self.ends_epoch = self._saved_at_forward = False
 
     def end_of_iteration(self, end: End) -> None:
         """The iteration is over, and ``end`` says who tells."""
@@ -127,7 +135,7 @@ class Beside:
             self._at_step = None  # all of it as it is now
             return
         if end is End.FORWARD:
-            self._at_forward = random_state()
+            self._at_forward, self._saved_at_forward = random_state(), True
         if self._at_step is not None:
             before, now = self._at_step["stateful"], _states(self._unclear)
             self._tell(tuple(name for name in now if host_state.pack(now[name]) != host_state.pack(before[name])))
@@ -167,11 +175,25 @@ class Beside:
         """
         if self._wanted or self._unsure:
             self._first_forward()
-        elif self._ended is not None:
+        elif self._ended is not None and not self.ends_epoch:  # what begins an epoch is no habit of its loop
             now = random_state()
-            self._quiet = (*self._quiet, frozenset(now) - differing(self._ended, now))[-2:]
+            used = differing(self._ended, now)
+            self._tell_of_draws(used)
+            self._quiet = (*self._quiet, frozenset(now) - used)[-2:]
         self._restored = None
         self._ended = None  # what a process draws while it starts is no habit of its loop
+
+    def _tell_of_draws(self, used: frozenset[str]) -> None:
+        """``used``: the generators that the loop has used since the last version was saved."""
+        if self._saved_at_forward or self._told_of_draws or not (used & frozenset[str]().union(*self._quiet)):
+            return
+        self._told_of_draws = True
+        log.warning(
+            "the loop has used the generators of %s behind the end of its iteration, and in the iterations before it "
+            "had not: a job that fails in between resumes with other random numbers. If an epoch ended there, say so by "
+            "end_iteration(ends_epoch=True). Else draw before end_iteration(), or from a generator of your own",
+            ", ".join(sorted(used)),
+        )
 
     def _first_forward(self) -> None:
         now = random_state()
@@ -240,10 +262,11 @@ class Beside:
         restore_random_state(generators)
         self.later = following.get("later") is True
         self.says_end = following.get("says_end") is True
+        self.ends_epoch = following.get("ends_epoch") is True
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
-        self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
+        self._unsure = {} if self.ends_epoch else {kind: generators[kind] for kind in generators.keys() - self._wanted}
         others = {name: each for name, each in self._drawn_from.items() if name not in self._loaded}
         self._restored = {
             "random": generators,
@@ -263,10 +286,12 @@ class Beside:
                 "quiet": sorted(self._at_forward.keys() - used),
                 "used": {kind: self._at_forward[kind] for kind in sorted(used) if kind in self._at_forward},
             }
+        if self.ends_epoch:
+            return {"quiet": [], "used": {}}
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
 
     def _told_by_the_loop(self) -> dict[str, bool]:
-        return {name: True for name in ("later", "says_end") if getattr(self, name)}
+        return {name: True for name in ("later", "says_end", "ends_epoch") if getattr(self, name)}
 
     def _drawn(self) -> dict[str, Any]:
         return {"random": random_state(), "stateful": _states(self._drawn_from)}

@@ -62,14 +62,21 @@ class Run:
     """Epochs over a torch ``DataLoader``, which draws a seed whenever it is iterated over; a model with dropout."""
 
     def __init__(
-        self, *, workers: int = 0, says_end: bool = True, noise: bool = False, validates: bool = False
+        self,
+        *,
+        workers: int = 0,
+        says_end: bool = True,
+        says_epochs: bool = True,
+        noise: bool = False,
+        validates: bool = False,
     ) -> None:
         random.seed(3)
         np.random.seed(3)
         torch.manual_seed(3)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.workers, self.says_end, self.noise, self.validates = workers, says_end, noise, validates
+        self.workers, self.noise, self.validates = workers, noise, validates
+        self.says_end, self.says_epochs = says_end, says_epochs
         self.checkpointer: Checkpointer | None = None
         self.fails_at: tuple[int, str] | None = None
         self.losses: dict[int, str] = {}
@@ -115,7 +122,7 @@ class Run:
                 self.model(each)
         self.passes(version, MOMENTS[3])
         if self.checkpointer is not None and self.says_end:
-            self.checkpointer.end_iteration()
+            self.checkpointer.end_iteration(ends_epoch=self.says_epochs and version % EPOCH == 0)
         self.passes(version, MOMENTS[4])
 
 
@@ -176,6 +183,42 @@ def test_nor_do_starts_that_failed_before_a_step(starts: int, failed_at: int, sa
     """What is known of the generators is in the base that each start opens with."""
     after, reference = resumed(failed_at, starts=starts, says_end=says_end)
     assert after.losses == reference.losses
+
+
+@pytest.mark.parametrize("starts", [0, 2])
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("failed_at", [EPOCH, 2 * EPOCH])
+def test_right_behind_an_epoch_the_next_one_begins_as_it_would_have(
+    failed_at: int, noise: bool, starts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run that did not fail drew the loader's seed there, too."""
+    after, reference = resumed(failed_at, noise=noise, starts=starts)
+    assert after.losses == reference.losses
+    assert "generators of" not in caplog.text
+
+
+def test_a_loop_that_draws_behind_the_end_of_an_iteration_is_told_once_how_to_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(says_epochs=False)
+    checkpointer = run.attach(memory())
+    run.train(EPOCH)
+    assert "behind the end of its iteration" not in caplog.text
+    run.train(2 * EPOCH + 1)
+    checkpointer.abort()
+    (told,) = [each.getMessage() for each in caplog.records if "behind the end of its iteration" in each.getMessage()]
+    assert "the generators of torch" in told
+    assert "end_iteration(ends_epoch=True)" in told
+
+
+def test_an_epoch_s_end_that_is_said_too_late_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    with run.attach(memory()) as checkpointer:
+        for last in (2, 3):
+            run.train(last)
+            checkpointer.end_iteration(ends_epoch=True)
+    (told,) = [each.getMessage() for each in caplog.records if "ends_epoch" in each.getMessage()]
+    assert told.startswith("version 2 was saved before the loop said that an epoch ends with it")
 
 
 @pytest.mark.parametrize("workers", [2])
