@@ -1,7 +1,8 @@
 """One live process per tier and rank on a node: two jobs of one name never write to the same tier.
 
-It is a lock on a file. When the process that holds it ends, however it ends, the kernel releases the lock. The lock
-works among the processes of one node. Across nodes the lineage record in the shared tier decides
+It is a lock on a file. When the process that holds it ends, however it ends, the kernel releases the lock. The file
+lies in the node's shared memory. That is the same for all of its processes, whatever their ``TMPDIR``, and for
+containers that share a ``shm://`` tier. Across nodes the lineage record in the shared tier decides
 (:mod:`tiercheck.replication.objects.generation`).
 """
 
@@ -13,11 +14,15 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from tiercheck.errors import ConfigurationError, JobConflict
 
 __all__ = ["ProcessLock", "holder_of"]
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class ProcessLock:
@@ -27,45 +32,36 @@ class ProcessLock:
     """
 
     def __init__(self, tiers: Iterable[str], rank: int) -> None:
-        self._descriptors: list[int] = []
+        self._held: list[tuple[int, Path]] = []
+        """Open files, each locked, and where they lie."""
         _locks.add(self)
         try:
             directory = _directory()
             for url in tiers:
-                self._take(directory / _name(url, rank), url, rank)
+                path = directory / _name(url, rank)
+                self._held.append((_locked(path, url, rank), path))
         except OSError as error:
             self.release()
             raise ConfigurationError(
-                f"a tier is locked by a file in {tempfile.gettempdir()}, which failed: {error}; point TMPDIR at a "
-                "writable directory of this node"
+                f"a tier is locked by a file in {_root()}, which failed: {error}; make that a directory that this user "
+                "can write to"
             ) from error
         except BaseException:
             self.release()
             raise
 
-    def _take(self, path: Path, url: str, rank: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._descriptors.append(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read(descriptor)
-            if holder == str(os.getpid()):
-                raise JobConflict(
-                    f"this process is using {url} for rank {rank} already: close the checkpointer that it attached "
-                    "before it attaches another"
-                ) from None
-            raise JobConflict(
-                f"rank {rank} of another job on this node (process {holder}) is using {url}; end it, or give this "
-                "job a tier of its own"
-            ) from None
-        # Of one length each time: a file that was truncated is written to the disk when it is closed.
-        os.pwrite(descriptor, f"{os.getpid():<31}\n".encode(), 0)
-
     def release(self) -> None:
         """Unlock the tiers. Idempotent."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        while self._held:
+            descriptor, path = self._held.pop()
+            with suppress(OSError):  # a file that stays is locked by nobody, and the next job of the name takes it
+                path.unlink()
+            os.close(descriptor)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of what the parent goes on to hold."""
+        while self._held:
+            os.close(self._held.pop()[0])
 
 
 def holder_of(url: str, rank: int) -> str | None:
@@ -84,12 +80,55 @@ def holder_of(url: str, rank: int) -> str | None:
     return None
 
 
-def _name(url: str, rank: int) -> str:
-    return hashlib.sha256(f"{url.partition('?')[0]}\0{rank}".encode()).hexdigest()[:32]
+def _locked(path: Path, url: str, rank: int) -> int:
+    """The descriptor of the file, which this process has locked. Errors: ``JobConflict``; ``OSError``."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _conflict(url, rank, _read(descriptor)) from None
+            if not _lies_at(descriptor, path):
+                continue  # whoever held it has just removed it
+            with suppress(OSError):  # memory may be full: then it does not say who holds it
+                os.pwrite(descriptor, f"{os.getpid():<31}\n".encode(), 0)
+            undo.pop_all()
+            return descriptor
+
+
+def _lies_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _conflict(url: str, rank: int, holder: str) -> JobConflict:
+    if holder == str(os.getpid()):
+        return JobConflict(
+            f"this process is using {url} for rank {rank} already: close the checkpointer that it attached before it "
+            "attaches another"
+        )
+    return JobConflict(
+        f"rank {rank} of another job on this node (process {holder}) is using {url}; end it, or give this job a tier "
+        "of its own"
+    )
 
 
 def _read(descriptor: int) -> str:
     return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _name(url: str, rank: int) -> str:
+    return hashlib.sha256(f"{_place(url)}\0{rank}".encode()).hexdigest()[:32]
+
+
+def _place(url: str) -> str:
+    """What the URL stands for, without its options. Of a directory the path that leads there without a link."""
+    scheme, authority, path, *_ = urlsplit(url)
+    return f"{scheme}://{authority}{path if authority else os.path.realpath(unquote(path))}"
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
@@ -99,17 +138,21 @@ def _leave_to_parent() -> None:
     """A forked child, such as a data loader's worker, shares its parent's locks. It must not hold them after the
     parent's end, or the job could not restart."""
     for lock in list(_locks):
-        lock.release()
+        lock.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def _root() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
 def _directory() -> Path:
-    """A directory of this user's alone. It must be the same for every process of the user on the node."""
-    directory = Path(tempfile.gettempdir()) / f"tiercheck-{os.getuid()}"
+    """A directory of this user's alone, the same one for every process of the user on the node."""
+    directory = _root() / f"tiercheck-locks-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if directory.is_symlink() or status.st_uid != os.getuid():
-        raise ConfigurationError(f"{directory} belongs to someone else; remove it, or point TMPDIR elsewhere")
+        raise ConfigurationError(f"{directory} belongs to someone else; remove it")
     return directory

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import threading
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +12,11 @@ import pytest
 
 from tests.forks import Forks
 from tests.training import Training, faulty, memory
-from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, SaveError, Transient
+from tiercheck.errors import Corruption, DeadlineExceeded, SaveError, Transient
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.loop_thread import LoopThread
-from tiercheck.runtime.process_lock import ProcessLock
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
 
 
@@ -78,28 +74,6 @@ def test_what_is_asked_of_a_closed_checkpointer_is_refused() -> None:
             ask()
 
 
-def test_a_forked_child_does_not_hold_its_parents_claim() -> None:
-    url = f"shm://claimed-{uuid.uuid4().hex}"
-    claim = ProcessLock([url], 0)
-    ready, started = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(started, b"x")
-        signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(ready, 1) == b"x"
-        with pytest.raises(JobConflict):
-            ProcessLock([url], 0)
-        claim.release()
-        ProcessLock([url], 0).release()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(started)
-
-
 def test_a_loop_that_cannot_be_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercheck.runtime.loop_thread.CLOSE_S_MAX", 0.05)
     loop, hung = LoopThread(), threading.Event()
@@ -147,13 +121,6 @@ def test_what_came_before_is_flushed_where_the_last_version_cannot_be_saved(tmp_
         checkpointer.close()
     (kept,) = tmp_path.glob("r*/g*/differential/*")
     assert kept.stem == "000000000001-000000000001"
-
-
-def test_a_claim_without_a_place_for_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    with pytest.raises(ConfigurationError, match="point TMPDIR at"):
-        ProcessLock(["shm://any"], 0)
 
 
 UNCLOSED = """

@@ -190,7 +190,7 @@ class Beside:
         self._told_of_draws = True
         log.warning(
             "the loop has used the generators of %s behind the end of its iteration, and in the iterations before it "
-            "had not: a job that fails in between resumes with other random numbers. If an epoch ended there, say so by "
+            "had not: a job that fails in between resumes with other random numbers. If an epoch ended there, say so: "
             "end_iteration(ends_epoch=True). Else draw before end_iteration(), or from a generator of your own",
             ", ".join(sorted(used)),
         )

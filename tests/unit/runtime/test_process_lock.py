@@ -1,0 +1,117 @@
+"""One live process per tier and rank on a node, however it comes to the tier."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tiercheck.errors import ConfigurationError, JobConflict
+from tiercheck.runtime import process_lock
+from tiercheck.runtime.process_lock import ProcessLock, holder_of
+
+HOLD = """
+import sys
+from tiercheck.runtime.process_lock import ProcessLock
+lock = ProcessLock(sys.argv[1:], 0)
+print("held", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def url() -> str:
+    return f"shm://claimed-{uuid.uuid4().hex}"
+
+
+def test_a_process_with_another_temporary_directory_is_refused_too(url: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert holder_of(url, 0) == str(other.pid)
+        with pytest.raises(JobConflict, match=rf"another job on this node \(process {other.pid}\) is using {url}"):
+            ProcessLock([url], 0)
+        other.kill()
+    assert holder_of(url, 0) is None
+    ProcessLock([url], 0).release()  # what a process that was killed has left is in nobody's way
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_one_whatever_path_leads_there(tmp_path: Path) -> None:
+    (tmp_path / "a place").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a place")
+    lock = ProcessLock([f"nvme://{tmp_path}/a%20place/run?survives=rack"], 0)
+    with pytest.raises(JobConflict, match="this process is using nvme://.*/link/run for rank 0 already"):
+        ProcessLock([f"nvme://{tmp_path}/link/run"], 0)
+    ProcessLock([f"nvme://{tmp_path}/link/run"], 1).release()
+    ProcessLock([f"lustre://{tmp_path}/link/run", f"s3://bucket{tmp_path}/link/run"], 0).release()
+    lock.release()
+    ProcessLock([f"nvme://{tmp_path}/link/run"], 0).release()
+
+
+def test_it_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str) -> None:
+    monkeypatch.setattr(process_lock, "SHARED_MEMORY", tmp_path)
+    lock = ProcessLock([url, "nvme:///somewhere"], 3)
+    (directory,) = tmp_path.iterdir()
+    assert len(list(directory.iterdir())) == 2
+    lock.release()
+    lock.release()
+    assert not list(directory.iterdir())
+
+
+def test_who_finds_the_file_of_a_lock_that_was_just_given_back_makes_another(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Two processes that each have a file of the name locked would both take the tier for theirs."""
+    first = [ProcessLock([url], 0)]
+    lock_file = process_lock.fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        while first:
+            first.pop().release()  # after this one has opened the file, and before it has locked it
+        lock_file(descriptor, operation)
+
+    monkeypatch.setattr(process_lock.fcntl, "flock", flock)
+    lock = ProcessLock([url], 0)
+    with pytest.raises(JobConflict):
+        ProcessLock([url], 0)
+    lock.release()
+
+
+def test_a_forked_child_does_not_hold_its_parent_s(url: str) -> None:
+    lock = ProcessLock([url], 0)
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(started, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        with pytest.raises(JobConflict):
+            ProcessLock([url], 0)
+        lock.release()
+        ProcessLock([url], 0).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(started)
+
+
+def test_without_a_place_for_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(process_lock, "SHARED_MEMORY", tmp_path / "file")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match=r"is locked by a file in .*/file, which failed: .* can write to"):
+        ProcessLock([url], 0)
