@@ -81,6 +81,11 @@ class Iterations:
         """One was seen that may be of the next iteration, and the loop had not said that this one is over."""
 
     @property
+    def in_step(self) -> bool:
+        """Whether versions are published before the step returns."""
+        return self._in_step
+
+    @property
     def begun(self) -> bool:
         """Whether a forward pass of training was seen since the last step."""
         return self._begun

@@ -17,7 +17,7 @@ from tests.cluster.deepspeed.resume import Average, Loader, tiers
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach
-from tiercheck.integrations.deepspeed.pipeline import before_train_batch
+from tiercheck.integrations.deepspeed.calls import before_train_batch
 from tiercheck.policy.policies import EverySeconds, Policies
 
 CASE = CASES["pipeline-zero1-bf16"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ def resumes(directory: Path) -> dict[str, Any]:
     return {
         "attached-and-skipping": partial(check_skip, directory),
         "written-after-the-step": partial(check_written, directory),
-        **{f"set-after-the-step-{option}": partial(check_set, directory, option) for option in ("lr", "weight_decay")},
+        **{f"set-after-the-step-{what}": partial(check_set, directory, what) for what in SETS},
         "block": check_block,
         **beside,
         **checks,
@@ -288,29 +288,60 @@ def check_written(directory: Path) -> Iterable[str]:
         yield from differences("parameters", wanted, found)
 
 
-def check_set(directory: Path, option: str) -> Iterable[str]:
-    """A loop that sets the optimizer's options behind the step has them in its versions, from the first one set on: the
-    rate of an engine without a scheduler, and what a scheduler does not set."""
-    case = CASES["zero3-bf16" if option == "lr" else "zero1-fp32"]
-
-    def options(engine: Any) -> list[float]:
+def set_option(option: str, value: Any) -> Callable[[Any], Any]:
+    def change(engine: Any, *, reads: bool = False) -> Any:
+        for group in () if reads else engine.optimizer.param_groups:
+            group[option] = value
         return [group[option] for group in engine.optimizer.param_groups]
+
+    return change
+
+
+def set_buffers(engine: Any, *, reads: bool = False) -> Any:
+    found = {name: each for name, each in engine.module.named_buffers() if name.endswith("drift")}
+    for each in () if reads else found.values():
+        each.mul_(8)
+    return {name: each.item() for name, each in found.items()}
+
+
+def set_loss_scale(engine: Any, *, reads: bool = False) -> Any:
+    scaler = (
+        engine.optimizer.loss_scaler if hasattr(engine.optimizer, "loss_scaler") else engine.optimizer.loss_scale_config
+    )
+    if not reads:
+        scaler.cur_scale = 64.0
+    return scaler.cur_scale
+
+
+SETS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lr": ("zero3-bf16", set_option("lr", 0.02)),
+    "betas": ("zero1-fp32", set_option("betas", (0.8, 0.9))),
+    "buffers": ("zero1-fp32", set_buffers),
+    "loss-scale": ("zero1-fp16", set_loss_scale),
+}
+"""What is set behind the step: the rate of an engine without a scheduler, what its scheduler does not set, and what is
+no option. And in which case."""
+
+
+def check_set(directory: Path, what: str) -> Iterable[str]:
+    """What a loop sets behind the step is in its versions, from the first one on."""
+    name, change = SETS[what]
+    case = CASES[name]
 
     def go(engine: Any, until: int) -> None:
         while engine.global_steps < until:
             iterate(engine)
-            for group in engine.optimizer.param_groups if engine.global_steps == 2 else ():
-                group[option] = 0.02
+            change(engine, reads=engine.global_steps != 2)
 
     engine = build(case, seed=5)
-    if (engine.lr_scheduler is None) != (option == "lr"):
+    if what in ("lr", "betas") and (engine.lr_scheduler is None) != (what == "lr"):
         yield f"the scheduler is {engine.lr_scheduler}"
     go(engine, 2)
     reference = train(engine, DeepSpeedProvider(engine), END)
-    with tiers(directory, f"set-{option}") as (hierarchy, _):
+    with tiers(directory, f"set-{what}") as (hierarchy, _):
         engine, _, checkpointer = start(case, 5, hierarchy)
         go(engine, 2)
-        wanted = options(engine)
+        wanted = change(engine, reads=True)
         iterate(engine)  # version 3: the forward pass has captured version 2 again
         checkpointer.abort()
         torch.distributed.barrier()
@@ -318,8 +349,8 @@ def check_set(directory: Path, option: str) -> Iterable[str]:
         recovery = checkpointer.recovery
         if recovery is None or (recovery.version, recovery.fidelity) != (2, "exact"):
             yield f"recovered {recovery}, not exactly version 2"
-        if options(engine) != wanted:
-            yield f"recovered {option} {options(engine)}, not {wanted}"
+        if (found := change(engine, reads=True)) != wanted:
+            yield f"recovered {what} {found}, not {wanted}"
         outcome = train(engine, provider, END)
         checkpointer.close()
         yield from differences("state", reference.state, outcome.state)

@@ -14,7 +14,7 @@ or by a block in the DeepSpeed JSON, when ``attach(engine)`` is enough::
 A version is DeepSpeed's ``global_steps``. It is published before ``engine.step()`` returns, or, with ``stateful`` or
 ``after_step``, at the end of its iteration: when the loop calls ``checkpointer.end_iteration()``, or else when the next
 forward pass of training begins (:mod:`tiercheck.streams.tensors.beside`), and of a pipeline when the next
-``train_batch`` does (:mod:`tiercheck.integrations.deepspeed.pipeline`).
+``train_batch`` does (:mod:`tiercheck.integrations.deepspeed.calls`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.owned import OwnedProvider
 
 try:
+    from tiercheck.integrations.deepspeed.calls import after_step, before_train_batch
     from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
-    from tiercheck.integrations.deepspeed.pipeline import before_train_batch
     from tiercheck.integrations.deepspeed.replicated import EngineReplicas
     from tiercheck.integrations.deepspeed.support import refuse_ranks_that_share_parameters
 except ModuleNotFoundError as error:
@@ -199,7 +199,7 @@ class _Hooks:
         self._draws = StepDraws()
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
         self._forward_hook = provider.called.register_forward_pre_hook(uncompiled(self._before_forward))
-        self._forget_batches = before_train_batch(engine, self._iteration_begins)
+        self._forget_calls = after_step(engine, self._step_returns), before_train_batch(engine, self._iteration_begins)
 
     def caveats(self) -> list[str]:
         return [*self.provider.beside.caveats(), *self.provider.extra_state.caveats()]
@@ -213,7 +213,7 @@ class _Hooks:
     def serve(self, checkpointer: Checkpointer) -> None:
         meet = (lambda: None) if self._owned is None else self._owned.meet
         self._iterations = Iterations(
-            self.provider, checkpointer, in_step=self._in_step, meet=meet, moved=self.provider.options.moved
+            self.provider, checkpointer, in_step=self._in_step, meet=meet, moved=self.provider.behind_step.moved
         )
         checkpointer.on_end_iteration(self._said)
         checkpointer.on_close(self._iterations.over)
@@ -226,7 +226,8 @@ class _Hooks:
     def remove(self) -> None:
         self._step_hooks.remove()
         self._forward_hook.remove()
-        self._forget_batches()
+        for forget in reversed(self._forget_calls):
+            forget()
         self.provider.beside.let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -256,6 +257,10 @@ class _Hooks:
             if self._owned is not None:
                 self._owned.stepped()
             self._iterations.stepped(self.provider.version)
+
+    def _step_returns(self) -> None:
+        if self._iterations is not None and self._iterations.in_step:
+            self.provider.behind_step.mark()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self.provider.forward_begins()

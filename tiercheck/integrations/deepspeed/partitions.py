@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +27,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
+from tiercheck.integrations.deepspeed.behind_step import BehindStep
 from tiercheck.integrations.deepspeed.cpu_adam import CPUAdamPowers
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
+from tiercheck.integrations.deepspeed.loss_scale import LossScale
 from tiercheck.integrations.deepspeed.meaning import index_of
-from tiercheck.integrations.deepspeed.options import OptionsWatch
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.stages import norms_of, stage_of
 from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_unsupported
@@ -58,7 +58,6 @@ from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["DeepSpeedProvider", "supported"]
 
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -87,9 +86,10 @@ class DeepSpeedProvider:
         self._forward_begins: Callable[[], None] = lambda: None
         self._between = False
         self._scheduler = EngineScheduler(engine)
-        self.options = OptionsWatch(engine, self.groups)
+        self._loss_scale = LossScale(engine)
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(engine.module)
+        self.behind_step = BehindStep(engine, self.groups, self.buffers, self._loss_scale, self.extra_state)
         self._restored_micro_steps = -1
         """How many micro-batches there were as of the version restored."""
         self._at_step: dict[str, Any] | None = None
@@ -264,7 +264,7 @@ class DeepSpeedProvider:
             self._at_step = self._engine_state()
 
     def published(self) -> None:
-        self.options.mark()
+        self.behind_step.published()
         self.beside.published()
         self._at_step = None
 
@@ -290,7 +290,7 @@ class DeepSpeedProvider:
             "counters": counters,
             "hyperparameters": self.hyperparameters(),
             "scheduler": self._scheduler.state(inside=inside, counters=counters),
-            "loss_scale": {name: value for name, value in vars(self._scaler()).items() if name in _LOSS_SCALE},
+            "loss_scale": self._loss_scale.state(),
             "sampler_epoch": getattr(self._sampler(), "epoch", None),
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
             **self.extra_state.host_state(),
@@ -329,8 +329,7 @@ class DeepSpeedProvider:
         for name in _COUNTERS:
             setattr(engine, name, state["counters"][name])
         self._restored_micro_steps = engine.micro_steps
-        for name, value in state["loss_scale"].items():
-            setattr(self._scaler(), name, value)
+        self._loss_scale.restore(state["loss_scale"])
         if state["sampler_epoch"] is not None and hasattr(self._sampler(), "set_epoch"):
             self._sampler().set_epoch(state["sampler_epoch"])
         generators = state["model_parallel_random"]
@@ -454,11 +453,6 @@ class DeepSpeedProvider:
                 f"{pending} micro-batches have been accumulated since version {engine.global_steps}, and their "
                 "gradients are not saved: save between iterations"
             )
-
-    def _scaler(self) -> Any:
-        """What keeps the loss scale, which DeepSpeed updates before the inner step; empty if nothing does."""
-        optimizer = self._engine.optimizer
-        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", SimpleNamespace())
 
     def _sampler(self) -> Any:
         return getattr(self._engine.training_dataloader, "data_sampler", None)

@@ -7,6 +7,10 @@ So the first step of a resumed process would not have the bits of the run that w
 Hence the order is recorded in the first iteration, and is part of the state. A resumed process first runs DDP on a
 stand-in for the model, whose gradients are zeros and come in that order; its next iteration has the layout that
 the interrupted process had. That costs one reduction of all gradients a restart.
+
+With ``gradient_as_bucket_view=True`` gradients lie in the buckets. One that is there already is divided by the number of
+ranks; a new one is multiplied by the inverse of it, which rounds otherwise. So it is part of the state, too, whether the
+loop keeps its gradients (``zero_grad(set_to_none=False)``): then the zeros of the stand-in stay.
 """
 
 from __future__ import annotations
@@ -43,11 +47,13 @@ class BucketOrder:
         return {self.NAME: self} if self._buckets else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"orders": [each.order for each in self._buckets]}
+        return {"orders": [each.order for each in self._buckets], "kept": [each.keeps() for each in self._buckets]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for each, order in zip(self._buckets, state["orders"], strict=False):
             each.order = None if order is None else list(order)
+        for each, kept in zip(self._buckets, state.get("kept", ()), strict=False):
+            each.kept = kept is True
 
     def caveats(self) -> list[str]:
         """Why the next step has not the bits of an uninterrupted run; asked once the state is restored."""
@@ -77,14 +83,25 @@ class _Buckets:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.order: list[str] | None = None
         """The parameters' names as their gradients came; ``None`` before the first iteration."""
+        self.kept = False
+        """The loop of the process whose version was restored kept its gradients."""
         self._ddp = ddp
         self._coming: list[str] = []
         self._handles: list[RemovableHandle] = []
 
+    def keeps(self) -> bool:
+        """Whether there are gradients now, between two iterations, in the buckets."""
+        return bool(self._ddp.gradient_as_bucket_view) and any(
+            each.grad is not None for each in self._parameters().values()
+        )
+
     def prime(self) -> None:
-        if not depends_on_order(self._ddp) or self.obstacle() is not None:
+        if self.obstacle() is not None:
             return
-        if self.order is None or not self._is_of_these(self.order):
+        if not depends_on_order(self._ddp):
+            if self.kept:
+                self._run_stand_in([*self._parameters()])
+        elif self.order is None or not self._is_of_these(self.order):
             self._record()
         elif not self._rebuilt():
             self._run_stand_in(self.order)
@@ -106,7 +123,7 @@ class _Buckets:
         if ddp.mixed_precision is not None:
             return "which mixed_precision= leaves no way around; torch.autocast does"
         if getattr(ddp, "_comm_hooks", ()):
-            return "which a communication hook with a state of its own leaves no way around"
+            return "which a communication hook leaves no way around"
         hooked = [name for name, each in self._parameters().items() if has_hooks(each) and not self._handles]
         if hooked:
             return f"which hooks on parameters, such as that on {hooked[0]}, leave no way around"
@@ -164,7 +181,7 @@ class _Buckets:
                 ddp.forward(torch.zeros((), device=parameters[order[0]].device)).backward()
         finally:
             ddp.module = model
-            for name, each in parameters.items():
+            for name, each in () if self.kept else parameters.items():
                 each.grad = gradients[name]
 
 

@@ -64,12 +64,12 @@ def test_the_first_iteration_is_recorded() -> None:
     ddp = wrapped()
     order = BucketOrder(torch.nn.Sequential(ddp))
     order.prime()
-    assert order.state_dict() == {"orders": [None]}
+    assert order.state_dict() == {"orders": [None], "kept": [False]}
     with ddp.no_sync():
         iterate(ddp)
-    assert order.state_dict() == {"orders": [None]}, "nothing is reduced in no_sync"
+    assert order.state_dict()["orders"] == [None], "nothing is reduced in no_sync"
     iterate(ddp)
-    ((recorded,),) = order.state_dict().values()
+    (recorded,) = order.state_dict()["orders"]
     assert recorded == ["first.bias", "first.weight", "second.bias", "second.weight"] == layout(ddp)
     assert not any(each._post_accumulate_grad_hooks for each in ddp.parameters())
 
@@ -92,7 +92,7 @@ def test_what_was_recorded_is_the_order_of_the_first_iteration_after(options: di
     plain(torch.ones(2, 4)).sum().backward()
     for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is None or torch.equal(ours.grad, theirs.grad)
-    assert order.state_dict() == {"orders": [recorded]}
+    assert order.state_dict()["orders"] == [recorded]
     ddp.zero_grad()
     assert layout(ddp) == recorded
 
@@ -107,7 +107,7 @@ def test_an_order_of_other_parameters_is_none() -> None:
         assert "was not recorded" in order.caveats()[0]
         order.prime()
         iterate(ddp)
-        ((recorded,),) = order.state_dict().values()
+        (recorded,) = order.state_dict()["orders"]
         assert sorted(recorded) == sorted(NAMES), "it is recorded anew"
 
 
@@ -117,7 +117,7 @@ def test_recording_does_not_walk_the_model_for_every_gradient(monkeypatch: pytes
     order.prime()
     monkeypatch.setattr(ddp.module, "named_parameters", lambda: pytest.fail("the model is walked"))
     ddp(torch.ones(2, 4)).sum().backward()
-    assert order.state_dict() != {"orders": [None]}
+    assert order.state_dict()["orders"] != [None]
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,33 @@ def test_what_does_not_depend_on_the_order_has_nothing_to_tell(monkeypatch: pyte
     assert BucketOrder(Crossed()).stateful == {}
     monkeypatch.setattr(bucket_order, "RANKS_MIN", 3)
     assert BucketOrder(wrapped()).stateful == {}, "the sum of two is the same either way"
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_that_the_loop_keeps_in_the_buckets_lie_there_after_a_restart(unused: bool, to_none: bool) -> None:
+    """DDP divides them by the number of ranks, and multiplies new ones by its inverse."""
+
+    def places(ddp: DistributedDataParallel) -> list[int]:
+        return [each.grad.data_ptr() for each in ddp.module.parameters() if each.grad is not None]
+
+    ddp = wrapped(gradient_as_bucket_view=True, find_unused_parameters=unused)
+    order = BucketOrder(torch.nn.Sequential(ddp))
+    order.prime()
+    ddp(torch.ones(2, 4)).sum().backward()
+    ddp.zero_grad(set_to_none=to_none)
+    state = order.state_dict()
+    assert state["kept"] == [not to_none]
+    again = wrapped(gradient_as_bucket_view=True, find_unused_parameters=unused)
+    restored = BucketOrder(torch.nn.Sequential(again))
+    restored.load_state_dict(state)
+    restored.prime()
+    assert len(places(again)) == len(places(ddp)) == (0 if to_none else 4)
+    assert not any(each.grad.any() for each in again.module.parameters() if each.grad is not None)
+
+
+def test_gradients_outside_of_the_buckets_are_not_looked_at() -> None:
+    ddp = wrapped()
+    order = BucketOrder(torch.nn.Sequential(ddp))
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert order.state_dict()["kept"] == [False]
