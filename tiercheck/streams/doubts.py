@@ -90,8 +90,9 @@ class Doubts:
         if self.apart:
             notes.append(
                 f"{listed(self.apart)} may differ between the ranks, which are to hold them alike: something other "
-                "than the optimizer's step wrote to them; one rank stores them, and all have what it had. If they are "
-                "to differ, start with CheckpointConfig(replicas='each')"
+                "than the optimizer's step wrote to them, or each rank stepped with gradients of its own; one rank "
+                "stores them, and all have what it had. If they are to differ, start with "
+                "CheckpointConfig(replicas='each')"
             )
         return notes
 

@@ -56,6 +56,7 @@ class Job:
     disturb: Disturb = lambda rank, version, model: None
     seed_of: Callable[[int], int] = lambda rank: 0
     """By rank, of its parameters."""
+    gradient_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda rank, gradient: gradient
 
     def run(self, ranks: int, last: int, *, closed: bool = False, **config: Any) -> list[Any]:
         """A life up to version ``last``, ended as by a crash unless it is ``closed``. By rank: what it recovered, and
@@ -83,7 +84,8 @@ class Job:
                     model(batch)
                     for number, each in enumerate(trained):
                         of = torch.Generator().manual_seed(1000 * version + number)
-                        each.grad = None if (version, number) == (2, 1) else torch.randn(each.shape, generator=of)
+                        gradient = self.gradient_of(group.rank, torch.randn(each.shape, generator=of))
+                        each.grad = None if (version, number) == (2, 1) else gradient
                     optimizer.step()
                     self.disturb(group.rank, version, model)
                     counter.count += 1
@@ -288,7 +290,7 @@ def test_a_write_that_comes_late_is_a_doubt_until_the_next_base(
     job.disturb = lambda rank, version, model: clamp(model) if version == 5 else None
     with caplog.at_level(logging.WARNING):
         saved = succeeded(job.run(2, FAILED_AT))
-    assert "which another rank stores" in caplog.text
+    assert "which one rank stores for all" in caplog.text
     resumed = job.run(2, 9)
     assert reached(resumed) == {(FAILED_AT, "approximate")}
     assert "may differ between the ranks" in "".join(resumed[1][0].notes)
@@ -314,6 +316,41 @@ def test_a_write_on_one_rank_is_told(job: Job, caplog: pytest.LogCaptureFixture)
     assert reached(resumed) == {(9, "approximate")}
     assert "may differ between the ranks" in "".join(resumed[1][0].notes)
     assert alike(resumed[0][1][9]) == alike(resumed[1][1][9]), "all have what the owners had"
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_write_that_only_the_owner_has_made_is_told(job: Job, owner: int) -> None:
+    """Nobody else watches what it has stored; the others cannot have seen it."""
+
+    def disturb(rank: int, version: int, model: torch.nn.Module) -> None:
+        if (rank, version) == (owner, 3):
+            with torch.no_grad():
+                for each in checkpointed[rank]:
+                    each.mul_(1.5)
+
+    checkpointed = dict[int, list[torch.Tensor]]()
+    succeeded(job.run(2, 1))
+    own = [set(masters(job.bases(rank)[-1])) for rank in (0, 1)]
+    assert not own[0] & own[1]
+
+    def parts(rank: int, version: int, model: torch.nn.Module) -> None:
+        checkpointed[rank] = [each for name, each in model.named_parameters() if name in own[rank]]
+        disturb(rank, version, model)
+
+    job.disturb = parts
+    succeeded(job.run(2, FAILED_AT))
+    resumed = job.run(2, FAILED_AT)
+    assert reached(resumed) == {(FAILED_AT, "approximate")}
+    assert "may differ between the ranks" in "".join(resumed[owner][0].notes)
+
+
+def test_gradients_that_are_not_the_same_on_all_ranks_are_found_in_the_first_iteration(job: Job) -> None:
+    """Such a step writes to nothing that it should not have written to."""
+    job.gradient_of = lambda rank, gradient: gradient + rank * 1e-3
+    succeeded(job.run(2, 2))
+    resumed = job.run(2, 2)
+    assert reached(resumed) == {(2, "approximate")}
+    assert "each rank stepped with gradients of its own" in "".join(resumed[0][0].notes)
 
 
 def test_ranks_that_differ_keep_their_own(job: Job, caplog: pytest.LogCaptureFixture) -> None:

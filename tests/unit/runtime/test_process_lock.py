@@ -51,7 +51,7 @@ def test_a_directory_is_one_whatever_path_leads_there(tmp_path: Path) -> None:
     (tmp_path / "a place").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a place")
     lock = ProcessLock([f"nvme://{tmp_path}/a%20place/run?survives=rack"], 0)
-    with pytest.raises(JobConflict, match="this process is using nvme://.*/link/run for rank 0 already"):
+    with pytest.raises(JobConflict, match=r"this process is using nvme://.*/link/run for rank 0 already"):
         ProcessLock([f"nvme://{tmp_path}/link/run"], 0)
     ProcessLock([f"nvme://{tmp_path}/link/run"], 1).release()
     ProcessLock([f"lustre://{tmp_path}/link/run", f"s3://bucket{tmp_path}/link/run"], 0).release()

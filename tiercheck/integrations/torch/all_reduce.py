@@ -98,6 +98,11 @@ class Compression:
         """What of this rank's gradients for a parameter has not been sent yet, live; ``None`` without feedback."""
         return self._residuals.get(name)
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether something of a step's gradients is left for the next ones."""
+        return bool(self._residuals)
+
     def follow_scale(self) -> None:
         """Bring the residuals to the scale that the gradients have now."""
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()

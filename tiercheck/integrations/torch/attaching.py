@@ -40,6 +40,7 @@ from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.closure import Closure
+from tiercheck.integrations.torch.communication_hooks import unsaved_states
 from tiercheck.integrations.torch.joint_steps import JointSteps
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.torch.replicated import DataParallel
@@ -205,6 +206,7 @@ class _Hooks:
         scheduler: Any,
     ) -> None:
         self.provider = provider
+        self._model = model
         self._order = order
         self._parallel = parallel_of(model, provider)
         self._owned: OwnedProvider | None = None
@@ -225,7 +227,9 @@ class _Hooks:
         removed: each call of a module takes longer with a hook."""
 
     def caveats(self) -> list[str]:
-        return [*self.provider.beside.caveats(), *self.provider.extra_state.caveats(), *self._order.caveats()]
+        beside = self.provider.beside
+        hooks = unsaved_states(self._model, beside.given())
+        return [*beside.caveats(), *self.provider.extra_state.caveats(), *self._order.caveats(), *hooks]
 
     def alike(self) -> Alike:
         return self._parallel.alike(self.provider.masters(), self.provider.frozen())

@@ -8,9 +8,9 @@ Hence the order is recorded in the first iteration, and is part of the state. A 
 stand-in for the model, whose gradients are zeros and come in that order; its next iteration has the layout that
 the interrupted process had. That costs one reduction of all gradients a restart.
 
-With ``gradient_as_bucket_view=True`` gradients lie in the buckets. One that is there already is divided by the number of
-ranks; a new one is multiplied by the inverse of it, which rounds otherwise. So it is part of the state, too, whether the
-loop keeps its gradients (``zero_grad(set_to_none=False)``): then the zeros of the stand-in stay.
+With ``gradient_as_bucket_view=True`` gradients lie in the buckets. One that is there already is divided by the number
+of ranks; a new one is multiplied by the inverse of it, which rounds otherwise. So it is part of the state, too, whether
+the loop keeps its gradients (``zero_grad(set_to_none=False)``): then the zeros of the stand-in stay.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class OwnedProvider(StateProvider):
         self._told = False
         self._meetings = MEETINGS
         """How many more there are, the same on all ranks."""
-        self._others = Watch(self._stored_by_others)
+        self._alike = Watch(self._replicas)
 
     # What this rank stores
 
@@ -144,21 +144,23 @@ class OwnedProvider(StateProvider):
 
     def stepped(self) -> None:
         """The optimizer has stepped: what is written from here on is no part of the step."""
-        self._others.mark()
+        self._alike.mark()
 
     def meet(self) -> None:
         """The iteration is over. As long as some rank has seen such a write within the last few iterations, the ranks
         tell each other whether they have seen one now, and with which options they have stepped, and compare if one has
-        or these differ. Collective. Errors: those of the group."""
+        or these differ. In the first of these iterations and the last they compare anyway: gradients that are not the
+        same on all ranks leave nothing else to see. Collective. Errors: those of the group."""
         if not self._meetings:
             return
         self._look()
+        compares = self._meetings in (MEETINGS, 1)
         self._meetings -= 1
         group, deadline_s = self._owners.group, self._owners.deadline_s
         what = "telling of writes to what all ranks hold alike"
         options = checksum_of(pack(self.hyperparameters())).encode()
         told = group.all_gather(self._said + options, what=what, deadline_s=deadline_s)
-        if len(set(told)) > 1 or self._seen:
+        if compares or len(set(told)) > 1 or self._seen:
             self.compare()
 
     @property
@@ -180,15 +182,15 @@ class OwnedProvider(StateProvider):
         self._apart = apart
 
     def _look(self) -> None:
-        if not (written := self._others.written()):
+        if not (written := self._alike.written()):
             return
-        self._others.mark()
+        self._alike.mark()
         self._seen = True
         self._apart = Doubts(apart=self._apart).with_apart(written).apart
         if not self._told and not self._meetings:
             self._told = True
             log.warning(
-                "something other than the optimizer's step wrote to %s, which another rank stores: versions are "
+                "something other than the optimizer's step wrote to %s, which one rank stores for all: versions are "
                 "approximate until the ranks have compared what they hold, at the latest before their next base",
                 named(written),
             )
@@ -227,7 +229,7 @@ class OwnedProvider(StateProvider):
         if apart := self._differing(fingerprints(self._replicas(states=True)), b""):
             raise Mismatch(f"after {what}, {named(apart)} differ: start again, and look for what damages messages")
         self._whole.refresh()
-        self._others.mark()
+        self._alike.mark()
 
     def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
         return self._whole.translated_host_state(state, version)
@@ -283,10 +285,6 @@ class OwnedProvider(StateProvider):
             if name in owners.masters:
                 found |= {f"{name}/{key}": each for key, each in held.items() if isinstance(each, torch.Tensor)}
         return found
-
-    def _stored_by_others(self) -> Mapping[str, torch.Tensor]:
-        own = {**self.masters(), **self.frozen()}
-        return {name: each for name, each in self._replicas().items() if name not in own}
 
     def _differing(self, found: Mapping[str, str], seen: bytes) -> tuple[str, ...]:
         """The names of what is not the same on all ranks. ``seen``: whether this one has seen a write. Collective."""
