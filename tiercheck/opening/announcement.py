@@ -42,7 +42,7 @@ def begun(
     again: str = "",
 ) -> str:
     """Where the job goes on: ``branch``. ``read_from``: the tiers, and the nodes' memory, that any rank read its state
-    from; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody tells.
+    from, perhaps several times; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody tells.
     ``again``: what :func:`trained_again` says."""
     fails = what_fails(tiers.survives)
     goes_on = f"this is generation {branch.generation}, and what it saves outlives the failure of {fails}"
@@ -55,7 +55,7 @@ def begun(
         places = ", ".join(tier.driver.url for tier in tiers.tiers)
         return f"nothing to resume from was found in {places}: training begins at version 0; {goes_on}"
     why = "" if recovery.fidelity is Fidelity.EXACT else f" ({'; '.join(recovery.notes)})"
-    found = list(read_from)
+    found = list(dict.fromkeys(read_from))
     named = ", ".join(found[:PLACES_NAMED_MAX]) + (", ..." if len(found) > PLACES_NAMED_MAX else "")
     others = f", saved by {saved_by} ranks and brought to {branch.world_size}"
     return (

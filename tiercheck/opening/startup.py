@@ -227,12 +227,12 @@ class _Startup:
         await self.hand_over(agent, recording.agreement, mark)
         mover_life = self.held.mover_life = MoverLife(recording.mover, ranks.scheduler)
         if ranks.rank == 0:
-            read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             past, parent = restored.past, restored.parent
             saved_by = next((each.world_size for each in past.branches if each.generation == parent), 0)
             again = "" if restored.converted else trained_again(past, parent, restored.version)
-            log.info("%s", begun(recovery, read, opened.tiers, branch, nbytes, saved_by, again))
+            said = begun(recovery, chain.from_iterable(read_from), opened.tiers, branch, nbytes, saved_by, again)
+            log.log(logging.WARNING if again else logging.INFO, "%s", said)
             first = opened.tiers.first.driver
             opened.demand.tell(first.url, first.facts().get("pages", ""))
             tell_rooms(opened.rooms)

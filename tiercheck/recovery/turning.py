@@ -31,18 +31,18 @@ async def turn(
     Collective. Errors: ``RecoveryError`` for a version that cannot be reached, and if nothing would stay."""
     if not request.fresh:
         refusals.check(past)
-    shared = {role.index for role in roles if role.shared}
+    of_all = {role.index for role in roles if role.shared}
 
     def tell() -> Reachable:
-        return Readable.of(source.key for source in own if source.tier in shared).reach()
+        return Readable.of(source.key for source in own if source.tier in of_all).reach()
 
     answers = await ranks.gather("what stays of what is left behind", tell, kind=Reachable)
     before, after = past.lineage, counting(past, request)
-    version = request.version or 0
-    behind = newer(past.left(), version)
+    shared = before.shared_with(after)
+    behind = newer(past.left(), shared)
     if not keeps:
         return Turn(request, after, (), before.newest, behind, ())
-    staying = newer(past.left(answers), version)
+    staying = newer(past.left(answers), shared)
     if behind and not staying:
         raise RecoveryError(
             f"{request} leaves versions {spans_text(behind)} behind, and no tier that all ranks share holds any of "

@@ -106,7 +106,7 @@ def test_versions_that_are_trained_again_are_named_with_the_ranks_that_lack_them
     urls[1] = memory()
     lines(said, logging.INFO)
     ranks(life)
-    (line,) = [line for line in lines(said, logging.INFO) if line.startswith("resumed")]
+    (line,) = [line for line in lines(said, logging.WARNING) if line.startswith("resumed")]
     assert (
         "; up to version 6 was found, which rank 1 cannot come to: 5..6 is trained again; this is generation 2" in line
     )

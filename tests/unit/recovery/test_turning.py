@@ -83,6 +83,20 @@ def test_a_return_leaves_its_parent_at_the_version_and_what_came_later_stays(
     assert 10 in place.spans(generation=1)
 
 
+def test_from_one_future_to_another_what_was_trained_since_they_parted_is_left_behind(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the version that is returned to has a higher number."""
+    place.live(20, keep_last=10)
+    place.live(14, version=8, keep_last=10)
+    caplog.set_level(logging.INFO, logger="tiercheck")
+    third = place.live(None, version=18, generation=1, keep_last=10)
+    assert third.began == 18
+    assert "version=18, generation=1 was asked for, and is carried out: versions 9..14 are left behind" in caplog.text
+    assert "version=14, generation=2 returns to them" in caplog.text
+    assert place.live(None, version=14, generation=2, keep_last=10).began == 14
+
+
 def test_a_launcher_that_repeats_a_request_goes_on(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.live(10)
     assert place.live(8, version=6, crash=True).began == 6

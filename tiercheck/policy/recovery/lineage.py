@@ -9,6 +9,7 @@ A generation's record also tells what was known of the generations before it, as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -183,6 +184,18 @@ class Lineage:
         """The past up to this version."""
         chain = ((each, version if limit is None else min(limit, version)) for each, limit in self.chain)
         return self._with(chain)
+
+    def shared_with(self, other: Lineage) -> int:
+        """The last version up to which both are the same past."""
+        shared = 0
+        for generation, last in reversed(self.chain):
+            if generation not in other._limits:
+                break
+            here, there = (sys.maxsize if each is None else each for each in (last, other._limits[generation]))
+            shared = min(here, there)
+            if here != there:
+                break
+        return shared
 
     def _with(self, chain: Iterable[tuple[int, int | None]]) -> Lineage:
         return replace(self, chain=tuple(chain))
