@@ -211,7 +211,7 @@ class Recorder:
         # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
         if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
-        written = any((self._parts.end(), self._stream.trained_written())) or self._rewritten()
+        written = self._rewritten(any((self._parts.end(), self._stream.trained_written())))
         await self._publish_differential(version, began, skipped=False, written=written)
 
     def part_stepped(self) -> None:
@@ -267,13 +267,14 @@ class Recorder:
                 await self._bases.finish()
         return True
 
-    def _rewritten(self) -> bool:
-        """Whether the masters have other bits than the step left there, though no write was seen."""
+    def _rewritten(self, seen: bool) -> bool:
+        """Whether the masters have other bits than the step left there. It is a doubt if no write was ``seen``."""
         began = self._scheduler.time()
         names = self._stream.masters_rewritten()
-        doubt(self._stream, self._stream.doubts.with_unseen(names))
+        if not seen:
+            doubt(self._stream, self._stream.doubts.with_unseen(names))
         self._saves.count(base_stall_s=self._scheduler.time() - began)
-        return bool(names)
+        return seen or bool(names)
 
     async def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record that. Errors: as :meth:`capture`."""

@@ -38,11 +38,20 @@ def to_plain(value: Any, path: str) -> Any:
 def to_storable(value: Any, path: str) -> Any:
     """``value`` with every tensor as a dictionary that :func:`from_storable` turns back into it.
 
-    Errors: ``UnsupportedSetup`` for a tensor whose dtype a shard cannot hold; it names the path.
+    Errors: ``UnsupportedSetup`` for a tensor whose dtype a shard cannot hold, or one of a class of its own, such as a
+    ``DTensor``; it names the path.
     """
-    return with_tensors(
-        value, path, lambda tensor, path: {TENSOR: dtype_name(tensor, path), "content": array_of(tensor).copy()}
-    )
+
+    def storable(tensor: torch.Tensor, path: str) -> Any:
+        try:
+            return {TENSOR: dtype_name(tensor, path), "content": array_of(tensor).copy()}
+        except RuntimeError as error:
+            raise UnsupportedSetup(
+                f"{path} is a {type(tensor).__name__}, whose content cannot be read ({error}): give its local tensor "
+                "(to_local()) in state_dict(), or make it a part of the model that is attached"
+            ) from error
+
+    return with_tensors(value, path, storable)
 
 
 def from_storable(value: Any) -> Any:

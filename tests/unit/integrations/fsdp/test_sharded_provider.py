@@ -216,6 +216,13 @@ def test_a_forward_pass_after_a_restart_gathers_what_was_restored() -> None:
         assert torch.equal(resumed.model(torch.ones(2, 5)), trained.model.eval()(torch.ones(2, 5)))
 
 
+def test_a_sharded_average_beside_the_model_is_refused_by_name() -> None:
+    trainer, average = job(), fully_shard(torch.nn.Linear(13, 5), mesh=init_device_mesh("cpu", (1,)))
+    tiers = Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    with pytest.raises(UnsupportedSetup, match=r"average\.weight is a DTensor, whose content .* make it a part of"):
+        attach(trainer.model, trainer.optimizer, tiers, stateful={"average": average}, scheduler=trainer.scheduler)
+
+
 @pytest.mark.parametrize("through", ["the parameter", "its local tensor", "all at once", "a state dict"])
 def test_what_else_writes_to_sharded_parameters_is_seen(through: str) -> None:
     trainer, tiers = job(), Hierarchy.of(f"memory://{secrets.token_hex(8)}")
