@@ -42,8 +42,8 @@ def begun(
     again: str = "",
 ) -> str:
     """Where the job goes on: ``branch``. ``read_from``: the tiers, and the nodes' memory, that any rank read its state
-    from, perhaps several times; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody tells.
-    ``again``: what :func:`trained_again` says."""
+    from, perhaps several times; ``base_nbytes``: of a rank. ``saved_by``: how many ranks saved the state; 0 if nobody
+    tells. ``again``: what :func:`trained_again` says."""
     fails = what_fails(tiers.survives)
     goes_on = f"this is generation {branch.generation}, and what it saves outlives the failure of {fails}"
     if recovery is None and tiers.survives > Survives.PROCESS:

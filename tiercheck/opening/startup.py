@@ -231,8 +231,8 @@ class _Startup:
             past, parent = restored.past, restored.parent
             saved_by = next((each.world_size for each in past.branches if each.generation == parent), 0)
             again = "" if restored.converted else trained_again(past, parent, restored.version)
-            said = begun(recovery, chain.from_iterable(read_from), opened.tiers, branch, nbytes, saved_by, again)
-            log.log(logging.WARNING if again else logging.INFO, "%s", said)
+            goes_on = begun(recovery, chain.from_iterable(read_from), opened.tiers, branch, nbytes, saved_by, again)
+            log.log(logging.WARNING if again else logging.INFO, "%s", goes_on)
             first = opened.tiers.first.driver
             opened.demand.tell(first.url, first.facts().get("pages", ""))
             tell_rooms(opened.rooms)

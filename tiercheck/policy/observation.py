@@ -282,6 +282,8 @@ class Observation:
     (:func:`tiercheck.policy.watermark.is_settled`). Before, other ranks may have brought more than is known of them."""
     differing: int | None = None
     """The newest version whose folded base differed from what training had: bases after it are captured."""
+    short_of_room: frozenset[int] = frozenset()
+    """The tiers, by index, that have refused something of this rank's for want of room, once or more."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:
@@ -291,6 +293,28 @@ class Observation:
     def durable(self) -> Role:
         """The tier that survives most; if several do, the slowest of them."""
         return max(self.roles, key=lambda role: (role.survives, role.index))
+
+    @cached_property
+    def recorded_versions(self) -> tuple[int, ...]:
+        """The versions of this rank's differentials of the present generation, whatever tier has them, ascending."""
+        batches = (held.of_generation(self.generation, Stream.DIFFERENTIAL, self.rank) for held in self.contents)
+        return tuple(sorted({version for keys in batches for key in keys for version in key.versions}))
+
+    def led_from(self, bases: frozenset[int]) -> Mapping[int, int]:
+        """By version, the newest of these bases from which consecutive recorded versions lead there; itself, of a
+        base. A version to which none leads is left out."""
+        if (known := self._led.get(bases)) is not None:
+            return known
+        led = {base: base for base in bases}
+        for version in self.recorded_versions:
+            if version not in led and version - 1 in led:
+                led[version] = led[version - 1]
+        self._led[bases] = led
+        return led
+
+    @cached_property
+    def _led(self) -> dict[frozenset[int], Mapping[int, int]]:
+        return {}
 
     def own(self, role: Role) -> list[ShardKey]:
         """This rank's shards in the tier, the constants among them."""

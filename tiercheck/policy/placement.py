@@ -8,6 +8,14 @@ of a node costs only what was on its way. A tier outside is to hold differential
 versions, so that a remote store sees one object for N objects of the first tier. A batch is made on the way: its
 differentials are read from the faster tier and put as one object.
 
+A differential goes to a tier only if it can be replayed: if consecutive versions lead to it from a base that is there
+or is to come. What follows a gap waits for the next base.
+
+A tier outside that has refused something for want of room (:attr:`Observation.short_of_room`) is filled in the order in
+which a recovery uses it: a base before what follows it, then one batch after the other, and no further from a base than
+the next one is to be. So the next base finds the room on which admission has counted
+(:mod:`tiercheck.policy.other_tiers`), and makes room for what comes after it.
+
 A placement policy (:mod:`tiercheck.policy.compose.placement`) may leave shards out of a tier.
 
 Bases that are folded between the intervals stay in the first tier. The others get the differentials that lead there.
@@ -26,6 +34,7 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.compose.placement import INTERVALS_MAX, Candidate, Everywhere, PlacementPolicy
 from tiercheck.policy.guard import Refusal, ask_placement
 from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.types import Survives
 
 __all__ = ["Placement", "Transfer"]
 
@@ -69,6 +78,8 @@ class Placement:
             for source in seen.roles[: role.index]:
                 missing += self._constants(seen, source, role)
                 missing += self._bases(seen, source, role)
+            if _is_short(seen, role) and self._base_comes(seen, missing, role):
+                continue
             for source in seen.roles[: role.index]:
                 missing += self._batches(seen, source, role, closing)
                 missing += self._snapshots(seen, source, role, closing)
@@ -108,9 +119,16 @@ class Placement:
                 # Its constants are on their way. A newer base that came first would supersede it, on this rank alone.
                 return
 
+    def _base_comes(self, seen: Observation, missing: list[Transfer], target: Role) -> bool:
+        """Whether the tier is to get a base, with what it refers to, that is newer than those there."""
+        there = own_bases(seen, seen.contents[target.index])
+        newest = there[-1].first if there else -1
+        keys = (each.target for each in missing if each.target_tier == target.index)
+        return any(key.stream is Stream.CONSTANT or key.first > newest for key in keys)
+
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
         held = seen.contents[target.index]
-        anchors = [base.first for base in own_bases(seen, held)]
+        anchors, bases = [base.first for base in own_bases(seen, held)], self._anchors(seen, target)
         # Differentials before the target's oldest base cannot be replayed there.
         floor = min(anchors, default=-1)
         run: list[ShardKey] = []
@@ -120,12 +138,76 @@ class Placement:
             window = self.window(key.first, target)
             if run and (key.first != run[-1].last + 1 or run[-1].first not in window):
                 # A later batch has begun, so the run gets no more versions.
-                yield self._merge(source, target, run)
+                if self._may_go(seen, run[0], target):
+                    yield self._merge(source, target, run)
                 run = []
-            if not held.covers(key) and self.wants(seen, key, target):
+            if (
+                not held.covers(key)
+                and self.wants(seen, key, target)
+                and self._leads_on(seen, key, target, bases, closing)
+            ):
                 run.append(key)
-        if run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1]):
+        complete = run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1])
+        if complete and self._may_go(seen, run[0], target):
             yield self._merge(source, target, run)
+
+    def _leads_on(
+        self, seen: Observation, key: ShardKey, target: Role, bases: frozenset[int], closing: bool = False
+    ) -> bool:
+        """Whether the differential will be replayed from the tier, and is no further from its base than there is
+        room. When the job ends, no base needs that room. ``bases``: :meth:`_anchors`."""
+        anchor = _led_from(seen, key, bases)
+        return anchor is not None and (closing or not self._is_far(seen, key, anchor, target))
+
+    def leads_nowhere(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the differential is none that the tier needs, now or later, though it was asked for there. A tier
+        that has no base of the generation may be one that was never seen: of that nobody knows."""
+        there = own_bases(seen, seen.contents[target.index])
+        if not there:
+            return False
+        anchor = _led_from(seen, key, self._anchors(seen, target))
+        if anchor is None:
+            return True
+        return key.last <= there[-1].first and self._is_far(seen, key, anchor, target)
+
+    def held_back(self, seen: Observation, target: Role) -> int | None:
+        """The first version that a tier which is short of room gets only when it has a newer base; ``None``: none."""
+        if not _is_short(seen, target):
+            return None
+        own, bases = own_differentials(seen, seen.contents[0]), self._anchors(seen, target)
+        lacking = (key for key in own if self.lacking(seen, key, target))
+        return next((key.first for key in lacking if not self._leads_on(seen, key, target, bases)), None)
+
+    def _may_go(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the differential may be put now. What a tier that is short of room gets can be replayed at once:
+        nobody knows what will fit after it."""
+        if not _is_short(seen, target):
+            return True
+        lasting = _outliving(seen, target)
+        bases = {base.first for held in lasting for base in own_bases(seen, held)}
+        versions = {version for held in lasting for each in own_differentials(seen, held) for version in each.versions}
+        before = next((version for version in range(key.first - 1, -1, -1) if version not in versions), 0)
+        return any(version in bases for version in range(before, key.last))
+
+    def _anchors(self, seen: Observation, target: Role) -> frozenset[int]:
+        """The bases from which the tier's differentials may be replayed: those there, or in a tier that outlives it,
+        and those on their way there."""
+        there = {base.first for held in _outliving(seen, target) for base in own_bases(seen, held)}
+        return frozenset(there | {base.first for base in self._bases_missing(seen, target)})
+
+    def _is_far(self, seen: Observation, key: ShardKey, anchor: int, target: Role) -> bool:
+        """Whether the differential is further from its base than the next base is to be, in a tier that is short of
+        room."""
+        return _is_short(seen, target) and key.first > anchor + self._span(seen, anchor, target)
+
+    def _span(self, seen: Observation, anchor: int, target: Role) -> int:
+        """The number of versions from this base to the next one that the tier is to get."""
+        number = anchor // self.interval
+        for more in range(1, INTERVALS_MAX):
+            version = (number + more) * self.interval
+            if self.asked(ShardKey.base(seen.generation, version, seen.rank), target)[0]:
+                return more * self.interval
+        return INTERVALS_MAX * self.interval
 
     def _snapshots(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
         bases = own_bases(seen, seen.contents[source.index])
@@ -154,6 +236,10 @@ class Placement:
 
     def lacking(self, seen: Observation, key: ShardKey, target: Role) -> bool:
         """Whether the tier is to hold this rank's differential, or what replaces it there, and does not yet."""
+        return self._uncovered(seen, key, target) and not self.leads_nowhere(seen, key, target)
+
+    def _uncovered(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the tier was to hold the differential, or what replaces it there, and does not."""
         held = seen.contents[target.index]
         if any(base.first >= key.last for base in own_bases(seen, held)) or not self.wants(seen, key, target):
             return False
@@ -171,7 +257,7 @@ class Placement:
             if not records or not self.asked(records[-1], role)[0]:
                 lacking = (base.first - 1 for base in bases if self._lacks(seen, base, role))
             elif records[0].stream is Stream.DIFFERENTIAL:
-                lacking = (key.first - 1 for key in records if self.lacking(seen, key, role))
+                lacking = (key.first - 1 for key in records if self._uncovered(seen, key, role))
             else:
                 held = seen.contents[role.index]
                 there = max((key.last for key in (*own_snapshots(seen, held), *own_bases(seen, held))), default=-1)
@@ -254,6 +340,25 @@ def own_bases(seen: Observation, contents: Contents) -> tuple[ShardKey, ...]:
 def own_differentials(seen: Observation, contents: Contents) -> tuple[ShardKey, ...]:
     """The rank's batches of its present generation, oldest first."""
     return contents.of_generation(seen.generation, Stream.DIFFERENTIAL, seen.rank)
+
+
+def _is_short(seen: Observation, target: Role) -> bool:
+    """Whether the tier lies outside the cluster, and has refused something for want of room. A neighbour's memory is
+    made as large as it has to be, and is to have each differential as soon as possible."""
+    return target.shared and target.index in seen.short_of_room
+
+
+def _outliving(seen: Observation, target: Role) -> list[Contents]:
+    """What the tier holds, and those that outlive it: whoever recovers by the tier has them, too."""
+    least = min(target.survives, Survives.RACK)
+    roles = (role for role in seen.roles if role is target or role.survives >= least)
+    return [seen.contents[role.index] for role in roles]
+
+
+def _led_from(seen: Observation, key: ShardKey, bases: frozenset[int]) -> int | None:
+    """The newest of the bases from which consecutive versions lead to the differential. They may be in any tier."""
+    inside = max((base for base in bases if key.first <= base < key.last), default=None)
+    return seen.led_from(bases).get(key.first - 1) if inside is None else inside
 
 
 def _differentials_anywhere(seen: Observation) -> Iterable[ShardKey]:

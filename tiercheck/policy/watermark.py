@@ -16,6 +16,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   that the job has no more: each of the present ones deletes that of a few;
 - what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
   alone, until a start says that it may go from the others;
+- in a shared tier that is short of room (:attr:`~tiercheck.policy.observation.Observation.short_of_room`):
+  differentials before the newest committed base that lead nowhere, or further than placement sends there;
 - constants that no base refers to any more, and none will (:func:`_unreferred`). Those in a tier inside a node go also
   when only bases of shared tiers do that have them;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
@@ -247,7 +249,8 @@ class Retention:
 
     def _can_come(self, seen: Observation, role: Role, key: ShardKey) -> bool:
         """Whether the differential would be replayed from this shared tier, and stay there."""
-        if key.last <= min((base.first for base in own_bases(seen, seen.contents[role.index])), default=-1):
+        oldest = min((base.first for base in own_bases(seen, seen.contents[role.index])), default=-1)
+        if key.last <= oldest or self.placement.leads_nowhere(seen, key, role):
             return False
         kept, _ = self._kept(seen, role)
         passed = (key.generation, key.last) <= (kept.oldest.generation, kept.oldest.version)
@@ -281,12 +284,11 @@ class Retention:
             key
             for rank in owned
             for key in (*contents.differentials(rank), *contents.snapshots(rank))
-            if (
-                (key.generation, key.last) <= (oldest.generation, oldest.version)
-                or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
-            )
-            and not kept.leads_through(key)
+            if (key.generation, key.last) <= (oldest.generation, oldest.version)
+            or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
         ]
+        leaving = dict.fromkeys([*passed, *self._taking_room(seen, role, newest)])
+        passed = [key for key in leaving if not kept.leads_through(key)]
         # A process of an older generation put these after what they speak of was deleted.
         late = [
             commit
@@ -298,6 +300,14 @@ class Retention:
         markers = _markers_done(seen, contents)
         told = filter(self._is_passed(seen, role), reports) if reports else ()
         return [*records, *gone, *passed, *_unreferred(seen, role), *markers, *told]
+
+    def _taking_room(self, seen: Observation, role: Role, newest: CommitKey) -> list[ShardKey]:
+        """In a tier that is short of room: differentials before the newest committed base that would take that of the
+        next one (:meth:`Placement.leads_nowhere`)."""
+        if role.index == 0 or role.index not in seen.short_of_room:
+            return []
+        own = own_differentials(seen, seen.contents[role.index])
+        return [key for key in own if key.last <= newest.version and self.placement.leads_nowhere(seen, key, role)]
 
     def _reports_done(self, seen: Observation) -> list[Key]:
         """Reports in the first tier that every shared tier has, or is not to have."""

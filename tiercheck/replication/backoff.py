@@ -4,18 +4,22 @@ Trouble belongs to an action: what it does, and the object that it does it to. A
 not fit, or an object that cannot be deleted, holds up nothing else. Only when several different objects cannot be
 brought to a tier, one after the other, and for reasons that concern no single one of them, is the tier itself taken to
 be away: then one object at a time is tried, and not the same one again and again.
+
+A cause that holds up many objects is told when it begins, at growing counts while it lasts, and when it is over. Each
+failure is logged at DEBUG in any case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
+from tiercheck.errors import CapacityExceeded, Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.shutdown import process_ends
@@ -32,6 +36,8 @@ TIER_AWAY_AFTER = 3
 TROUBLES_MAX = 256
 """With so many actions in trouble a tier counts as away, whatever the reasons: no more are tried and remembered."""
 ERROR_CHARACTERS_MAX = 1000
+TOLD_AGAIN_AFTER = 8
+"""A cause that has been told is told again after so many failures, then after twice as many, and so on."""
 CONCERNS_THE_TIER = (Transient, Unauthorized, Closed)
 
 
@@ -65,10 +71,11 @@ class _Trouble:
     not_before: float = 0.0
     """What takes long to fail gets half of the time at most."""
     error: str = ""
+    cause: str = ""
 
-    def failed(self, now: float, error: str, took_s: float, pause_max_s: float) -> None:
+    def failed(self, now: float, error: str, cause: str, took_s: float, pause_max_s: float) -> None:
         self.failures += 1
-        self.error = error
+        self.error, self.cause = error, cause
         self.not_before = now + took_s
         self.retry_at = max(self.not_before, now + min(RETRY.pause_s(self.failures), pause_max_s))
 
@@ -82,14 +89,30 @@ class ProcessEnds(SaveError):
 
 
 @dataclass
+class _Cause:
+    """What actions have failed of. It outlives their trouble: some actions are wanted only now and then."""
+
+    since: float
+    failures: int = 0
+    kinds: set[str] = field(default_factory=set)
+    """Of the actions that have failed of it."""
+
+    @property
+    def is_to_tell(self) -> bool:
+        failures = self.failures
+        return failures == 1 or (failures >= TOLD_AGAIN_AFTER and not failures & (failures - 1))
+
+
+@dataclass
 class _OfTier:
     actions: dict[tuple[str, str], _Trouble] = field(default_factory=dict)
     in_a_row: set[tuple[str, str]] = field(default_factory=set)
     """Actions that have failed since one has succeeded, for reasons that concern the tier."""
     away: _Trouble | None = None
-    said: dict[tuple[str, str], str] = field(default_factory=dict)
-    """The error of each action that was last logged as a warning. It outlives the trouble: some actions are wanted only
-    now and then."""
+    causes: dict[str, _Cause] = field(default_factory=dict)
+    """Those that are not over, by their text."""
+    was_full: bool = False
+    """It has refused something for want of room."""
     traced: set[tuple[str, str, int]] = field(default_factory=set)
     """The unknown errors whose traceback was logged: what was being done, and the file and line that raised."""
 
@@ -144,6 +167,10 @@ class TierBackoff:
         trouble = self._of(tier).actions.get(name)
         return trouble.failures if trouble else 0
 
+    def was_full(self, tier: OpenTier) -> bool:
+        """Whether the tier has refused something for want of room, once or more."""
+        return self._of(tier).was_full
+
     def in_trouble(self, tier: OpenTier, kind: str) -> set[str]:
         """The keys of such actions that have failed."""
         return {key for each, key in self._of(tier).actions if each == kind}
@@ -179,7 +206,7 @@ class TierBackoff:
             self.failed(tier, action, error, took_s=_now() - began)
             return False
         state.actions.pop(action.name, None)
-        state.said.pop(action.name, None)
+        _tell_what_is_over(tier, state, action.kind)
         if action.into_tier:
             state.in_a_row.clear()
             state.away = None
@@ -196,29 +223,50 @@ class TierBackoff:
 
     def failed(self, tier: OpenTier, action: Action, error: Exception, *, took_s: float = 0.0) -> None:
         """The action has failed."""
-        state, now, text = self._of(tier), _now(), _text_of(error)
+        state, now, text, why = self._of(tier), _now(), _text_of(error), _cause_of(error)
         trouble = state.actions.setdefault(action.name, _Trouble(now))
-        level = logging.WARNING if text != state.said.get(action.name) else logging.DEBUG
-        if len(state.said) >= TROUBLES_MAX:
-            state.said.clear()
-        state.said[action.name] = text
+        if len(state.causes) >= TROUBLES_MAX:
+            state.causes.clear()
+        cause = state.causes.setdefault(why, _Cause(now))
+        cause.failures += 1
+        cause.kinds.add(action.kind)
         most_s = self._pause_max_s
-        trouble.failed(now, text, took_s, most_s)
-        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, most_s)
+        trouble.failed(now, text, why, took_s, most_s)
+        log.log(
+            logging.WARNING if cause.is_to_tell else logging.DEBUG,
+            "tier %s: %s: %s; trying again, every %g s at most%s",
+            tier,
+            _what(action.name),
+            text,
+            most_s,
+            f" ({cause.failures} failures of this cause)" if cause.failures > 1 else "",
+        )
         if not action.into_tier or isinstance(error, SourceError):
             return
+        state.was_full = state.was_full or isinstance(error, CapacityExceeded)
         if isinstance(error, CONCERNS_THE_TIER):
             state.in_a_row.add(action.name)
         else:
             state.in_a_row.clear()  # it has answered
         if len(state.in_a_row) >= TIER_AWAY_AFTER or len(state.actions) >= TROUBLES_MAX:
             state.away = state.away or _Trouble(now)
-            state.away.failed(now, text, took_s, most_s)
+            state.away.failed(now, text, why, took_s, most_s)
         else:
             state.away = None
 
     def _of(self, tier: OpenTier) -> _OfTier:
         return self._tiers.setdefault(tier.name, _OfTier())
+
+
+def _tell_what_is_over(tier: OpenTier, state: _OfTier, kind: str) -> None:
+    """An action of this kind has succeeded: what such actions have failed of is over, unless some still do."""
+    lasting = {trouble.cause for trouble in state.actions.values()}
+    for text, cause in list(state.causes.items()):
+        if kind in cause.kinds and text not in lasting:
+            del state.causes[text]
+            times = f"{cause.failures} failures" if cause.failures > 1 else "one failure"
+            # Whoever has read the warning is to read that it is over.
+            log.warning("tier %s: over after %s in %.0f s: %s", tier, times, _now() - cause.since, text)
 
 
 def _text(tier: _OfTier) -> str:
@@ -230,6 +278,12 @@ def _text(tier: _OfTier) -> str:
 def _text_of(error: Exception) -> str:
     text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
     return text[:ERROR_CHARACTERS_MAX]
+
+
+def _cause_of(error: Exception) -> str:
+    """What the errors of several objects have in common: neither their keys, nor their lengths."""
+    message = error.message if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+    return re.sub(r"\d+", "N", message[:ERROR_CHARACTERS_MAX])
 
 
 def _raised_at(error: Exception) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
+from tiercheck.errors import DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
@@ -46,6 +46,7 @@ from tiercheck.replication.objects.generation import record_generation
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
+from tiercheck.replication.shortfalls import check_all_arrived
 from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
@@ -395,8 +396,8 @@ class Mover:
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
 
-        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`; ``Corruption`` if something
-        was damaged before it could be copied, and nothing newer makes up for it.
+        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base` and of
+        :func:`check_all_arrived`.
         """
 
         async def done() -> bool:
@@ -405,14 +406,7 @@ class Mover:
         await self._until(
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
         )
-        if without_copy := lost(self._observer.seen(), self._observer.damaged, self._placement):
-            first = min(without_copy)
-            raise Corruption(
-                f"{len(without_copy)} captured objects were damaged before they could be copied on; versions from "
-                f"{first.key.first} on are safe again with the next base",
-                tier=self._hierarchy.tiers[first.tier].name,
-                key=str(first.key),
-            )
+        check_all_arrived(self._observer.seen(), self._observer.damaged, self._placement, closing=closing)
 
     async def _until(
         self,

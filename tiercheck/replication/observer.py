@@ -129,12 +129,13 @@ class Observer:
     def seen(self) -> Observation:
         """What every tier holds, as far as is known now: the same value as long as that is the same. Of a tier that was
         never listed nothing is known."""
-        state = self.mark, tuple(known.contents for known in self._known), self._relisted, self.differing
+        contents = tuple(known.contents for known in self._known)
+        state = self.mark, contents, self._relisted, self.differing, self._short_of_room
         if state != self._seen_state or self._seen is None:
             self._seen_state = state
             self._seen = Observation(
                 self._hierarchy.roles,
-                state[1],
+                contents,
                 self.rank,
                 self._world_size,
                 self._generation,
@@ -142,6 +143,7 @@ class Observer:
                 self.mark,
                 self._relisted,
                 self.differing,
+                self._short_of_room,
             )
         return self._seen
 
@@ -149,7 +151,11 @@ class Observer:
     def state(self) -> object:
         """All that decisions rest on. It is equal only to itself as long as nothing changes."""
         tiers = [(known.contents, known.visible, known.unsure) for known in self._known]
-        return self.mark, self._relisted, self.differing, tiers
+        return self.mark, self._relisted, self.differing, self._short_of_room, tiers
+
+    @property
+    def _short_of_room(self) -> frozenset[int]:
+        return frozenset(tier.index for tier, _ in self._pairs() if self._attempts.was_full(tier))
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""

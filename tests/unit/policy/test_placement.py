@@ -90,10 +90,11 @@ def test_the_mover_is_told_of_what_completes_an_object_for_any_tier_but_the_firs
     assert told(folds, MEMORY, DURABLE) == [1, 4, 5, 6, 8, 10, 11], "a base that is folded, and the one after"
 
 
-def test_a_gap_splits_a_batch() -> None:
+def test_a_gap_ends_a_batch_and_what_follows_it_waits_for_a_base() -> None:
     memory = [base(0), single(1), single(2), single(4), single(5)]
-    targets = [each.target for each in Placement(5).transfers(seen(memory, [base(0)]))]
-    assert targets == [batch(1, 2), batch(4, 5)]
+    assert [each.target for each in Placement(5).transfers(seen(memory, [base(0)]))] == [batch(1, 2)]
+    targets = [each.target for each in Placement(5).transfers(seen([*memory, base(4)], [base(0)]))]
+    assert targets == [base(4), batch(1, 2), batch(5, 5)]
 
 
 def test_what_precedes_a_gap_goes_even_when_all_after_it_is_covered() -> None:
@@ -183,7 +184,7 @@ def test_what_would_be_deleted_at_once_is_not_copied() -> None:
     """Such as when the newest base was lost from memory, and what leads there is still there."""
     placement = Placement(5)
     memory = [base(10), *(single(version) for version in range(11, 21))]
-    durable = [*committed(0), *committed(20)]
+    durable = [*committed(0), *committed(20), batch(1, 5), batch(6, 10)]
     retention = Retention(KeepLast(1) | KeepEvery(50), placement)
     transfers = placement.transfers(seen(memory, durable))
     assert transfers

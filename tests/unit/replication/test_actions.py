@@ -240,7 +240,7 @@ async def test_sources_that_cannot_be_read_are_no_trouble_of_their_target(tmp_pa
     async with hierarchy:
         versions = range(1, 9)
         drivers[0].refused = only("get", map(record, versions), Transient("no answer"))
-        await capture(hierarchy, *map(record, versions))
+        await capture(hierarchy, base(0), *map(record, versions))
         mover = mover_of(hierarchy)
         await mover.cycle()
         assert "its source cannot be read: no answer" in mover.status.errors["durable"]

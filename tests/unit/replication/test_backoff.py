@@ -207,12 +207,12 @@ async def test_an_error_that_nobody_foresaw_is_the_actions_own_and_told_with_its
 async def test_an_error_that_nobody_foresaw_is_told_with_its_traceback_once_however_often_it_comes(
     store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as that of each base that is due: each of them is an action of its own."""
+    """Such as that of each base that is due: each of them is an action of its own. It is one cause."""
     for number in range(5):
         store.errors[f"odd{number}"] = ValueError(f"a header of {number} MB")
         await store.look(f"odd{number}")
         clock.ahead_s += 40.0
-    assert [each.exc_info is not None for each in caplog.records] == [True, *[False] * 5]
+    assert [each.exc_info is not None for each in caplog.records] == [True, False]
 
 
 async def test_what_is_wanted_now_and_then_is_told_once_for_each_error(
@@ -227,8 +227,75 @@ async def test_what_is_wanted_now_and_then_is_told_once_for_each_error(
     await store.look("batch")
     store.errors["batch"] = CapacityExceeded("read-only")
     await store.look("batch")
-    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert [each.split(": ")[2].partition(";")[0] for each in told] == ["full", "read-only", "read-only"]
+    assert [each.split(": ", 1)[1].partition(";")[0] for each in told(caplog)] == [
+        "copying batch: full",
+        "copying batch: read-only",
+        "over after 2 failures in 0 s: full",
+        "over after 2 failures in 0 s: read-only",
+        "copying batch: read-only",
+    ]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+async def test_a_cause_that_holds_up_many_objects_is_told_at_growing_counts_and_when_it_is_over(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for number in range(40):
+        store.errors[f"{number}"] = CapacityExceeded("no room", tier="store", key=f"{number}")
+        await store.look(f"{number}")
+    assert len(caplog.records) == 40, "each failure is logged"
+    assert [each.rpartition(" (")[2] for each in told(caplog)[1:]] == [
+        "8 failures of this cause)",
+        "16 failures of this cause)",
+        "32 failures of this cause)",
+    ]
+    caplog.clear()
+    clock.ahead_s += 100.0
+    assert await store.look("39") == ["39"]
+    store.errors["40"] = TierError("read-only")
+    await store.look("40")
+    assert [each.partition(";")[0] for each in told(caplog)] == ["tier store: copying 40: read-only"], "another cause"
+    caplog.clear()
+    await store.look("41", kind="deleting")
+    assert told(caplog) == [], "of what has succeeded, nothing had failed"
+    await store.look("41")
+    assert [each.partition(": ")[2] for each in told(caplog)] == [
+        "over after 41 failures in 100 s: no room",
+        "over after one failure in 0 s: read-only",
+    ]
+    caplog.clear()
+    await store.look("42")
+    assert told(caplog) == [], "it is told once"
+
+
+async def test_while_one_object_fails_of_a_cause_it_is_not_over(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors = dict.fromkeys(["base 10", "base 20"], CapacityExceeded("no room"))
+    await store.look("base 10", "base 20", "good")
+    assert len(told(caplog)) == 1
+    del store.errors["base 20"]
+    clock.ahead_s += 40.0
+    await store.look("base 10", "base 20")
+    assert len(told(caplog)) == 1
+    await store.look("good")  # base 10 is wanted no more
+    assert told(caplog)[1].endswith("over after 3 failures in 40 s: no room")
+
+
+async def test_a_tier_that_was_full_once_is_known_for_it(store: Store, clock: Clock) -> None:
+    store.errors = {"a": TierError("no answer"), "b": SourceError("it cannot be read")}
+    await store.look("a", "b")
+    assert not store.attempts.was_full(store.tier)
+    store.errors = {"c": CapacityExceeded("no room")}
+    await store.look("c")
+    store.errors = {}
+    clock.ahead_s += 40.0
+    await store.look("c")
+    assert store.attempts.was_full(store.tier)
 
 
 async def test_a_newer_generation_is_no_trouble_but_the_end(store: Store, clock: Clock) -> None:

@@ -27,10 +27,10 @@ def test_a_tier_for_bases_gets_no_differentials() -> None:
 
 
 def test_every_nth_base_is_counted_by_intervals() -> None:
-    memory = [base(20), base(30), base(40), *records(11, 40)]
+    memory = [base(20), base(30), base(40), *records(1, 40)]
     assert targets(EveryNth(RACK, 3), memory, [base(0)])[:1] == [base(30)]
     assert targets(BasesOnly(RACK) & EveryNth(RACK, 4), memory, [base(0)]) == [base(40)]
-    assert len([key for key in targets(EveryNth(RACK, 3), memory, [base(0)]) if key.first != key.last]) == 6
+    assert len([key for key in targets(EveryNth(RACK, 3), memory, [base(0)]) if key.first != key.last]) == 8
 
 
 def test_the_first_base_of_a_generation_goes_everywhere() -> None:
