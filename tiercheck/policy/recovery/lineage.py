@@ -9,7 +9,6 @@ A generation's record also tells what was known of the generations before it, as
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tiercheck import schema
+from tiercheck.keys import VERSION_MAX
 from tiercheck.schema import Count, Generation, Text
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
@@ -191,7 +191,7 @@ class Lineage:
         for generation, last in reversed(self.chain):
             if generation not in other._limits:
                 break
-            here, there = (sys.maxsize if each is None else each for each in (last, other._limits[generation]))
+            here, there = (VERSION_MAX if each is None else each for each in (last, other._limits[generation]))
             shared = min(here, there)
             if here != there:
                 break
