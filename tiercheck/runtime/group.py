@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -168,6 +169,7 @@ class TorchGroup:
         """Wait until every rank is here: rank 0 hears from each, so it can tell who is missing."""
         import torch.distributed as dist
 
+        began = time.monotonic()
         try:
             dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=deadline_s), wait_all_ranks=True)
         except RuntimeError as error:
@@ -176,6 +178,8 @@ class TorchGroup:
             if "Connection closed" in text or "reset by peer" in text:
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
+            if self.rank == 0 and time.monotonic() - began < deadline_s / 2:  # it has not waited for its deadline
+                raise PeerLost(f"{what}: the connection to rank {named} broke: {text}") from error
             raise RanksLate(
                 f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
                 + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),

@@ -55,6 +55,43 @@ os._exit(0)
 """
 
 
+KILLED = """
+import os, signal, sys
+import torch.distributed as dist
+from tiercheck.errors import PeerLost
+from tiercheck.runtime.group import TorchGroup
+
+children = []
+for rank in range(3):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    sys.exit(max(os.waitpid(child, 0)[1] for child in (children[0], children[1])))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
+group = TorchGroup(deadline_s=60)
+group.all_gather(b"", what="first", deadline_s=60)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.all_gather(b"", what="second", deadline_s=100)
+except PeerLost as error:
+    open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(str(error))
+os._exit(0)
+"""
+
+
+def test_a_rank_that_was_killed_is_lost_and_not_late(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(KILLED))
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=90)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    message = (tmp_path / "r0").read_text()
+    assert message.startswith("second: the connection to ")
+    assert "waited" not in message
+
+
 def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
