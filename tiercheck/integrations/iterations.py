@@ -47,8 +47,8 @@ class Iterations:
     ``in_step``: a version is published before the step returns, until something is seen to change after it, here or by
     the process whose version was restored. That suits a framework whose step does everything, so that the loop has
     nothing left to do. ``meet``: called on every rank once between two steps, when the iteration is said or seen to be
-    over, before anything of it is published. ``moved``: whether something that is no tensor, and part of the version,
-    has changed since the version was published in the step.
+    over, before anything of it is published. ``moved``: whether something of the version beside parameters and
+    moments has changed since it was published in the step.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Iterations:
         """The loop says that its iteration is over, and perhaps an epoch with it."""
         self._meet_once()
         self._provider.beside.says_end = True
-        self._provider.beside.ends_epoch = ends_epoch
+        self._provider.beside.ends_epoch |= ends_epoch
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:
@@ -117,7 +117,7 @@ class Iterations:
                 "checkpointer and attach that one",
                 listed(names),
             )
-        elif ends_epoch and not self._told_of_epoch:
+        elif ends_epoch and self._ended and not self._told_of_epoch:
             self._told_of_epoch = True
             log.warning(
                 "version %d was saved before the loop said that an epoch ends with it, and does not know so: say it in "

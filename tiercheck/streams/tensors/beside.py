@@ -181,6 +181,7 @@ class Beside:
             self._tell_of_draws(used)
             self._quiet = (*self._quiet, frozenset(now) - used)[-2:]
         self._restored = None
+        self.ends_epoch = False
         self._ended = None  # what a process draws while it starts is no habit of its loop
 
     def _tell_of_draws(self, used: frozenset[str]) -> None:
@@ -266,7 +267,9 @@ class Beside:
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
-        self._unsure = {} if self.ends_epoch else {kind: generators[kind] for kind in generators.keys() - self._wanted}
+        self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
+        if self.ends_epoch:  # what this process draws for the next one, the interrupted run would have drawn
+            self._wanted, self._unsure = {}, {}
         others = {name: each for name, each in self._drawn_from.items() if name not in self._loaded}
         self._restored = {
             "random": generators,
@@ -286,8 +289,6 @@ class Beside:
                 "quiet": sorted(self._at_forward.keys() - used),
                 "used": {kind: self._at_forward[kind] for kind in sorted(used) if kind in self._at_forward},
             }
-        if self.ends_epoch:
-            return {"quiet": [], "used": {}}
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
 
     def _told_by_the_loop(self) -> dict[str, bool]:

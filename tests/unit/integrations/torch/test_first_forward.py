@@ -197,6 +197,22 @@ def test_right_behind_an_epoch_the_next_one_begins_as_it_would_have(
     assert "generators of" not in caplog.text
 
 
+def test_what_is_known_of_a_loop_s_habits_outlives_the_end_of_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that begins with an epoch, and fails after an iteration, says of the generators what the one before
+    knew."""
+    url, losses = memory(), dict[int, str]()
+    for last in (EPOCH, EPOCH + 1, 2 * EPOCH):
+        run = Run()
+        checkpointer = run.attach(url)
+        run.train(last)
+        checkpointer.abort()
+        losses |= run.losses
+    reference = Run()
+    reference.train(2 * EPOCH)
+    assert losses == reference.losses
+    assert "generators of" not in caplog.text
+
+
 def test_a_loop_that_draws_behind_the_end_of_an_iteration_is_told_once_how_to_say_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -209,6 +225,16 @@ def test_a_loop_that_draws_behind_the_end_of_an_iteration_is_told_once_how_to_sa
     (told,) = [each.getMessage() for each in caplog.records if "behind the end of its iteration" in each.getMessage()]
     assert "the generators of torch" in told
     assert "end_iteration(ends_epoch=True)" in told
+
+
+def test_a_call_that_says_nothing_more_takes_nothing_back(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    checkpointer = run.attach(memory())
+    for last in (EPOCH, 2 * EPOCH, 2 * EPOCH + 1):
+        run.train(last)
+        checkpointer.end_iteration()
+    checkpointer.abort()
+    assert "behind the end of its iteration" not in caplog.text
 
 
 def test_an_epoch_s_end_that_is_said_too_late_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
