@@ -212,7 +212,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def recapture(self, *, moved: bool = False) -> bool:
         """Whether something was written to after :meth:`complete`; then a base of the version is captured. ``moved``:
-        something was that is no tensor. Errors: as :meth:`capture`."""
+        the caller has seen that something was. Errors: as :meth:`capture`."""
         return run(self._job.live().recapture(moved=moved))
 
     def skip(self, version: int) -> None:

@@ -27,6 +27,7 @@ def check_all_arrived(seen: Observation, damaged: Collection[Copy], placement: P
         if (version := placement.held_back(seen, role)) is not None:
             raise CapacityExceeded(
                 f"versions from {version} on wait for the next base: the tier has been full, and so far from a base "
-                "they would take the next one's room",
+                "they would take the next one's room. Flush after that base, or give the tier more room and start "
+                "again",
                 tier=role.name,
             )

@@ -175,11 +175,10 @@ class TorchGroup:
         except RuntimeError as error:
             text = _first_line(error)
             late = [self._members[each] for each in (_ranks_named(text, self.world_size) if self.rank == 0 else (0,))]
-            if "Connection closed" in text or "reset by peer" in text:
+            is_early = self.rank == 0 and time.monotonic() - began < deadline_s / 2  # nobody has waited for so long
+            if is_early or "Connection closed" in text or "reset by peer" in text:
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
-            if self.rank == 0 and time.monotonic() - began < deadline_s / 2:  # it has not waited for its deadline
-                raise PeerLost(f"{what}: the connection to rank {named} broke: {text}") from error
             raise RanksLate(
                 f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
                 + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),

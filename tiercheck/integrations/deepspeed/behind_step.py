@@ -13,6 +13,7 @@ import torch
 
 from tiercheck.format import host_state
 from tiercheck.integrations.deepspeed.loss_scale import LossScale
+from tiercheck.streams.tensors.as_bytes import wrappers_of, writes_to
 from tiercheck.streams.tensors.extra_state import ExtraState
 from tiercheck.streams.tensors.provider import plain_options
 from tiercheck.streams.tensors.storable import to_plain
@@ -55,14 +56,14 @@ class BehindStep:
         return self._marked is not None and self._look() != self._marked
 
     def _look(self) -> bytes:
-        scheduler = self._engine.lr_scheduler
-        buffers = {name: [each.data_ptr(), each._version] for name, each in self._buffers().items()}
+        scheduler, held = self._engine.lr_scheduler, self._buffers()
+        buffers = [*held.values()]
         return host_state.pack(
             {
                 "options": [plain_options(group) for group in self._groups()],
                 "scheduler": None if scheduler is None else to_plain(scheduler.state_dict(), "lr_scheduler"),
                 "loss_scale": self._loss_scale.state(),
-                "buffers": buffers,
+                "buffers": [[*held], [each.data_ptr() for each in buffers], writes_to(buffers, wrappers_of(buffers))],
                 **self._extra_state.host_state(),
             }
         )
