@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tiercheck.demo.failure import Failure, FailurePlan, plan_failure
+from tiercheck.demo.failure import LAST_STEPS_SPARED, Failure, FailurePlan, plan_failure
 from tiercheck.demo.launch import Start, Trainers
 from tiercheck.demo.results.compare import Interrupted, compare, mean_losses
 from tiercheck.demo.results.plot import plot_losses
@@ -108,6 +108,7 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     ranks = (settings.ranks, resumed.ranks) if ranks_changed else (settings.ranks,)
     with Workspace(options.output, keep=options.keep, ranks=ranks) as workspace:
         first, second = (with_tiers(each, workspace) for each in (settings, resumed))
+        first = replace(first, killed_by=settings.steps - LAST_STEPS_SPARED + 1)
         workspace.nodes.check_memory(first)
         introduce(console, options, settings, resumed, failure)
         with progress_bars(console) as bars:
@@ -250,8 +251,6 @@ def fail_and_recover(
         trainers.run_on(failure.fraction * step_s)
         trainers.kill()
         first = trainers.progress()
-    if any(rank.finished for rank in first):
-        raise ConfigurationError("the trainers were done before the failure could strike; use more --steps")
     bar.say("killed")
     held = workspace.nodes.held_bytes(workspace.durable)
     most = bar.most_held
@@ -260,7 +259,7 @@ def fail_and_recover(
     begun = time.monotonic()
     with Trainers(lives[1], workspace.interrupted / "second", start=start) as trainers:
         show_recovery(console, trainers.watch(lambda told: all(rank.started for rank in told), bar.tell))
-        trainers.watch(lambda told: all(rank.goes_on for rank in told), bar.tell)
+        trainers.watch(lambda told: all(rank.steps for rank in told), bar.tell)
         restart_s = time.monotonic() - begun
         second = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
         trainers.wait_for_exit()

@@ -60,6 +60,10 @@ class TrainingSettings:
     """Tell a digest of the state after this version; :data:`RECOVERED`: before the first step. In a pipeline it is of
     the rank's stage, and otherwise of the whole state, whoever holds which part of it."""
 
+    killed_by: int | None = None
+    """Of a life that is to be killed: behind this version it waits for that. The kill comes late on a busy machine, and
+    some steps must be left for the life after it."""
+
     def __post_init__(self) -> None:
         for name in ("steps", "width", "layers", "heads", "sequence", "micro_batch", "base_every", "batch", "ranks"):
             if getattr(self, name) < 1:

@@ -72,12 +72,6 @@ class RankProgress:
         """Bases that were folded for it, as far as it came to tell."""
         return int(self.finished.get("folded", self.steps[-1].folded if self.steps else 0))
 
-    @property
-    def goes_on(self) -> bool:
-        """It has trained again, or found that the last step was done before the failure: a kill takes a while on a busy
-        machine."""
-        return bool(self.steps or self.finished)
-
 
 def progress_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.jsonl"

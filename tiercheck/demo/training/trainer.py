@@ -141,6 +141,8 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
             progress.write("state", version=version, digest=digest_at(engine, settings))
         if checkpointer is not None and version == 1:
             wait_for_folds(checkpointer)
+        if version == settings.killed_by:
+            signal.pause()
     digest = state_digest(engine)
     begun = time.perf_counter()
     if checkpointer is not None:
