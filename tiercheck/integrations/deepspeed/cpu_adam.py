@@ -55,10 +55,13 @@ class CPUAdamPowers:
         self._compiled = type(layout.inner) is DeepSpeedCPUAdam
         if self._compiled and layout.inner not in _known:
             self._restore(None)
-            layout.inner.register_step_post_hook(self._stepped)
+            layout.inner.register_step_post_hook(lambda *_: self.stepped())
 
-    def _stepped(self, *_: Any) -> None:
-        """By each master that has taken one step more."""
+    def stepped(self) -> None:
+        """The optimizer has stepped: by each master that has taken one step more. Told once more it does nothing. A
+        replay's step runs no hooks, and other hooks ask for the powers before this one runs."""
+        if not self._compiled:
+            return
         known, steps = _known[self._layout.inner], self._steps()
         for master, before, step in zip(self._layout.masters(), known.steps, steps, strict=True):
             if step != before:
@@ -68,6 +71,7 @@ class CPUAdamPowers:
     def added_to(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The options of the parameter groups, with the powers in the first."""
         if self._compiled:
+            self.stepped()
             powers = _known[self._layout.inner].powers
             options[0][POWERS] = {"betas": list(powers.betas), "begun": powers.begun, "step": powers.step}
         return options

@@ -384,6 +384,7 @@ class DeepSpeedProvider:
                 del copied
                 with self._layout.narrowed(call):
                     bare_step(self._layout.inner)
+                    self._powers.stepped()
         finally:
             self._replaying = False
             for tensor, gradient in between:

@@ -121,6 +121,7 @@ def attach(
         if not given:
             raise ConfigurationError("optimizer= is empty: give an optimizer, or several, as [one, other]")
         bares = [bare_optimizer(each) for each in given]
+        refuse_hidden_powers(bares)
         bare = JointOptimizer(bares) if len(bares) > 1 else bares[0]
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
@@ -154,6 +155,16 @@ def attach(
         stage=lambda: stages[0] if stages else None,
         on_lost_stage=lost,
     )
+
+
+def refuse_hidden_powers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Errors: ``UnsupportedSetup`` for what computes with numbers that nothing here can save."""
+    compiled = getattr(sys.modules.get("deepspeed.ops.adam"), "DeepSpeedCPUAdam", ())
+    if any(isinstance(each, compiled) for each in optimizers):
+        raise UnsupportedSetup(
+            "DeepSpeedCPUAdam keeps powers of its betas outside of its state, and is saved only as an engine's "
+            "optimizer, by tiercheck.integrations.deepspeed.attach: take torch.optim.AdamW(fused=True), or DeepSpeed"
+        )
 
 
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:

@@ -19,6 +19,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, cpu_adam
 
 from tiercheck.integrations.deepspeed.cpu_adam import CPUAdamPowers
 from tiercheck.integrations.deepspeed.layouts import Master
+from tiercheck.streams.tensors.bare_step import bare_step
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,29 @@ def test_a_new_object_steps_as_the_one_that_was_lost(
         lost.step()
         new.step()
     assert new.bits() == lost.bits()
+
+
+def test_it_is_known_in_other_hooks_and_after_a_replay_which_runs_none() -> None:
+    """Killed twice: the second base says what the first replay came to."""
+    lost, replayed, again = (Layout.made((0.91, 0.98)) for _ in range(3))
+    powers = [CPUAdamPowers(each) for each in (lost, replayed, again)]
+    said: list[Any] = []
+    publishes = lost.inner.register_step_post_hook(lambda *_: said.append(powers[0].added_to([{}, {}])))
+    lost.inner._optimizer_step_post_hooks.move_to_end(publishes.id, last=False)
+    for step in range(1, 6):
+        lost.step()
+        assert said[-1][0]["tiercheck.cpu_adam_powers"] == {"betas": [0.91, 0.98], "begun": 0, "step": step}
+        for index, master in enumerate(replayed.masters()):
+            master.tensor.grad = torch.full((3,), 0.1 * (index + 1))
+        bare_step(replayed.inner)
+        powers[1].stepped()
+    assert replayed.bits() == lost.bits()
+    again.take(replayed)
+    powers[2].taken_from(powers[1].added_to([{}, {}]))
+    for _ in range(3):
+        lost.step()
+        again.step()
+        assert again.bits() == lost.bits()
 
 
 def test_powers_that_have_vanished_are_not_multiplied() -> None:
