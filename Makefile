@@ -74,7 +74,7 @@ lint: $(INSTALLED) ## ruff: rules and format
 
 types: $(INSTALLED) ## mypy, strict
 	$(BIN)/mypy
-	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py plugins/tiercheck-template/truncated_codec.py
+	MYPYPATH=plugins/tiercheck-obstore/src:plugins/tiercheck-transformers/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-transformers/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py plugins/tiercheck-template/truncated_codec.py
 
 imports: $(INSTALLED) ## who may import whom
 	$(BIN)/lint-imports --no-logo

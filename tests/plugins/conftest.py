@@ -14,7 +14,8 @@ from tests.plugins.outside import PLUGINS, ROOT, Outside, install
 @pytest.fixture(scope="package")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("installed") / "site"
-    install(site, ROOT, PLUGINS / "tiercheck-template", PLUGINS / "tiercheck-obstore")
+    plugins = ("tiercheck-template", "tiercheck-obstore", "tiercheck-transformers")
+    install(site, ROOT, *(PLUGINS / name for name in plugins))
     return site
 
 

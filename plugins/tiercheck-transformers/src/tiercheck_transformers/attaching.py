@@ -1,0 +1,251 @@
+"""A Trainer saves each iteration, and goes on where it was.
+
+A Trainer chooses the epoch and the batch to begin with before the first of its callbacks runs, and the state can only
+be restored after that: the model has to be wrapped, sharded, and in an engine first. So the state is restored in
+``on_train_begin``, and the epochs and batches that the restored version has behind it are passed over by a wrapper of
+the Trainer's ``_run_epoch``. An iteration ends when the Trainer asks for the next batches, behind logging, evaluation
+and saving.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError, UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.policy.policies import Policies
+from tiercheck.streams.loading import Loading
+from tiercheck_transformers.progress import Progress
+
+__all__ = ["Attached", "attach"]
+
+log = logging.getLogger(__name__)
+
+PROGRESS = "trainer"
+SKIPPED = {"model", "epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint"}
+"""Arguments of ``Trainer._run_epoch`` that a resumed epoch needs."""
+
+
+def attach(
+    trainer: Trainer,
+    hierarchy: Hierarchy | None = None,
+    *,
+    stateful: Mapping[str, Any] | None = None,
+    config: CheckpointConfig | None = None,
+    policies: Policies | None = None,
+    version: int | None = None,
+    generation: int | None = None,
+    fresh: bool = False,
+    loading: Loading | None = None,
+) -> Attached:
+    """Have the next ``trainer.train()`` restore the newest version, train on from there, and save each iteration.
+
+    Everything else is as in :func:`tiercheck.integrations.torch.attach`, or with ``deepspeed=`` among the training's
+    arguments as in :func:`tiercheck.integrations.deepspeed.attach`: there ``hierarchy`` may be left out, if the
+    DeepSpeed JSON has a ``"tiercheck"`` block. ``stateful``: what else to save with each version, such as the state of
+    a callback of your own.
+
+    Errors: ``UnsupportedSetup`` for another version of transformers than this was made for, and for arguments of the
+    training with which a resumed job cannot be the same; what the integrations raise comes from ``trainer.train()``.
+    """
+    parameters = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
+    if not parameters.keys() >= SKIPPED:
+        raise UnsupportedSetup(
+            "this transformers has no Trainer._run_epoch as of 5.24: pip install 'transformers>=5.24,<6'"
+        )
+    for name, why in REFUSED.items():
+        if getattr(trainer.args, name):
+            raise UnsupportedSetup(f"{name}={getattr(trainer.args, name)!r} among the training's arguments: {why}")
+    if trainer.args.n_gpu > 1:
+        raise UnsupportedSetup(
+            f"one process trains on {trainer.args.n_gpu} GPUs (DataParallel): start one for each GPU, by torchrun"
+        )
+    if hierarchy is None and not trainer.is_deepspeed_enabled:
+        raise ConfigurationError("attach needs a hierarchy; only a DeepSpeed JSON can name the tiers instead")
+    options = {"config": config, "policies": policies, "version": version, "generation": generation}
+    return Attached(trainer, hierarchy, stateful, {**options, "fresh": fresh, "loading": loading})
+
+
+REFUSED = {
+    "auto_find_batch_size": "it begins anew with other batches within one call of train()",
+    "dataloader_persistent_workers": "its loaders draw from torch's generator once in a process, not once in an epoch",
+    "ignore_data_skip": "after a restart it trains on batches that it has already trained on",
+}
+
+
+class Attached(TrainerCallback):
+    """A Trainer that saves what it trains. ``checkpointer`` is there while it trains, and after that."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        hierarchy: Hierarchy | None,
+        stateful: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.checkpointer: Checkpointer | None = None
+        self._trainer = trainer
+        self._hierarchy = hierarchy
+        self._stateful = dict(stateful or {})
+        self._options = options
+        self._progress = Progress(trainer)
+        self._resumed = False
+        """The epoch that is trained next goes on where the restored version was."""
+        self._first_epoch: Callable[[], None] = nothing
+        self._first_step: Callable[[], None] = nothing
+        """What puts the random generators back when the first epoch that is trained, and its first step, begin."""
+        trainer.add_callback(self)
+        self._unwrap = [
+            wrap(trainer, "train", self._train),
+            wrap(trainer, "_run_epoch", self._run_epoch),
+            wrap(trainer, "get_batch_samples", self._next_batches),
+        ]
+
+    # What the Trainer calls, in the order in which it does.
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``Trainer.train``."""
+        try:
+            output = train(*args, **kwargs)
+        except BaseException:
+            if self.checkpointer is not None:
+                self.checkpointer.abort()
+            raise
+        else:
+            if self.checkpointer is not None:
+                self.checkpointer.close()
+        finally:
+            self._detach()
+        return output
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is wrapped, and the optimizer and the scheduler are made: restore them."""
+        self.checkpointer = self._attach()
+        if (recovery := self.checkpointer.recovery) is None or recovery.version == 0:
+            return
+        self._resumed = True
+        self._first_epoch = generators()
+        if recovery.version == 1 and self._progress.updates:
+            # A run's first version does not know whether its loop draws between two iterations. This one does not: if
+            # something has drawn when the step begins, it is the loader, which only this process begins here.
+            self._first_step = self._first_epoch
+        control.should_training_stop = self._progress.stopped or state.global_step >= state.max_steps
+
+    def _run_epoch(self, run_epoch: Callable[..., None], **kwargs: Any) -> None:
+        """``Trainer._run_epoch``: pass over what the restored version has behind it."""
+        progress, trainer = self._progress, self._trainer
+        if trainer.control.should_training_stop or kwargs["epoch"] < progress.epoch:
+            return
+        self._first_epoch()
+        self._first_epoch = nothing
+        if self._resumed:
+            self._resumed = False
+            passed = progress.updates * trainer.args.gradient_accumulation_steps
+            kwargs |= {"epochs_trained": progress.epoch, "steps_trained_in_current_epoch": passed}
+            # Any path has the Trainer pass over the batches. It looks for random states there, and finds none.
+            kwargs["resume_from_checkpoint"] = os.devnull if passed else None
+        progress.epoch = kwargs["epoch"]
+        run_epoch(**kwargs)
+        midway = trainer.control.should_training_stop and progress.updates < kwargs["num_update_steps_per_epoch"]
+        if not midway:
+            progress.epoch, progress.updates = progress.epoch + 1, 0
+        if self.checkpointer is not None:
+            self.checkpointer.end_iteration(ends_epoch=not midway)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._first_step()
+        self._first_step = nothing
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._progress.updates += 1
+
+    def _next_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``Trainer.get_batch_samples``: the iteration before is over, with what was logged and evaluated behind it."""
+        if self.checkpointer is not None:
+            self.checkpointer.end_iteration()
+        return get_batch_samples(*args, **kwargs)
+
+    def _attach(self) -> Checkpointer:
+        trainer = self._trainer
+        stateful = {**self._stateful, PROGRESS: self._progress}
+        if trainer.is_deepspeed_enabled:
+            from tiercheck.integrations import deepspeed
+
+            engine = trainer.model_wrapped
+            if engine.lr_scheduler is None:  # DeepSpeed knows none that the Trainer has made
+                stateful["scheduler"] = trainer.lr_scheduler
+            return deepspeed.attach(engine, self._hierarchy, after_step=stateful, **self._options)
+        from tiercheck.integrations import torch
+
+        assert self._hierarchy is not None
+        assert trainer.optimizer is not None
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return torch.attach(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            self._hierarchy,
+            scheduler=trainer.lr_scheduler,
+            scaler=scaler,
+            after_step=stateful,
+            **self._options,
+        )
+
+    def _detach(self) -> None:
+        self._trainer.remove_callback(self)
+        for unwrap in reversed(self._unwrap):
+            unwrap()
+
+
+def wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Have this Trainer call ``wrapper`` instead of a method of its own, with that method before the arguments. Returns
+    what ends that."""
+    method = getattr(trainer, name)
+    before = vars(trainer).get(name)  # another one may have wrapped it on this Trainer
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(method, *args, **kwargs)
+
+    def unwrap() -> None:
+        if before is not None:
+            setattr(trainer, name, before)
+        else:
+            vars(trainer).pop(name, None)
+
+    setattr(trainer, name, wrapped)
+    return unwrap
+
+
+def generators() -> Callable[[], None]:
+    """What puts the random generators back as they are now: evaluating at the start, and other callbacks, draw."""
+    drawn, numbers, bits = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back() -> None:
+        random.setstate(drawn)
+        np.random.set_state(numbers)
+        torch.set_rng_state(bits)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+    return put_back
+
+
+def nothing() -> None:
+    pass

@@ -1,0 +1,82 @@
+"""Where a Trainer is in its data, and what it has counted: saved with each version, and put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+__all__ = ["Progress"]
+
+COUNTED = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Of ``TrainerState``, what training changes. The rest follows from the arguments of the start."""
+
+
+class Progress:
+    """Of one Trainer.
+
+    ``epoch`` and ``updates``: the epoch that it trains, and the optimizer's steps that it has made in it. Both are
+    counted here, since an epoch may end early. The losses since the last log are kept as well, so that the next one
+    logs the number that it would have logged.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.epoch = 0
+        self.updates = 0
+        self.stopped = False
+        """Something other than the number of steps has ended the training, such as an ``EarlyStoppingCallback``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, state = self._trainer, self._trainer.state
+        return {
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "stopped": self.stopped or (trainer.control.should_training_stop and state.global_step < state.max_steps),
+            "counted": {name: copy.copy(getattr(state, name)) for name in COUNTED},
+            "callbacks": {name: dict(each.state().get("attributes", {})) for name, each in self._callbacks()},
+            "loss": float(trainer._tr_loss),
+            "logged": trainer._globalstep_last_logged,
+            "flos": trainer.current_flos,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        self.epoch, self.updates, self.stopped = saved["epoch"], saved["updates"], saved["stopped"]
+        for name, value in saved["counted"].items():
+            setattr(state, name, value)
+        if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
+            state.best_model_checkpoint = None
+        for name, callback in self._callbacks():
+            for attribute, value in saved["callbacks"].get(name, {}).items():
+                setattr(callback, attribute, value)
+        trainer._tr_loss = torch.tensor(saved["loss"], device=trainer.args.device)
+        trainer._globalstep_last_logged = saved["logged"]
+        trainer.current_flos = saved["flos"]
+        # What train() returns is of its own steps alone, as when a Trainer resumes from a checkpoint of its own.
+        trainer._total_loss_scalar = -saved["loss"]
+        trainer._initial_global_step = state.global_step
+        trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+
+    def _callbacks(self) -> Iterator[tuple[str, ExportableState]]:
+        """Those that have a state, by name. Of several of one class, each has a number."""
+        seen: dict[str, int] = {}
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                kind = type(callback).__name__
+                seen[kind] = seen.get(kind, 0) + 1
+                yield f"{kind} {seen[kind]}", callback

@@ -1,0 +1,176 @@
+"""A job of a Trainer that is killed ends with the bits, and the logs, of one that is not."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job import KILLED, Job
+from tiercheck_transformers import attach
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from tiercheck import Hierarchy
+from tiercheck.errors import ConfigurationError, NotFound, UnsupportedSetup
+from tiercheck.tiers.shm.driver import remove_namespace
+
+DEATHS = [
+    ("on_step_begin", 1),  # behind the first version
+    ("on_step_end", 5),
+    ("on_epoch_begin", 6),  # between two epochs
+    ("on_evaluate", 8),
+    ("on_epoch_end", 12),  # before the epoch is evaluated
+    ("on_step_begin", 17),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    folder = tmp_path / f"trainer-{tmp_path.parent.name}-{tmp_path.name}"
+    folder.mkdir()
+    yield Job(folder)
+    with contextlib.suppress(NotFound):
+        remove_namespace(folder.name)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A process that is forked has none of the threads that torch has started here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(job: Job, *deaths: tuple[str, int]) -> None:
+    """Kill it at each of these, one after the other, and compare its end."""
+    assert job.live("bare", attached=False) == [0] * job.ranks
+    for death in deaths:
+        assert KILLED in job.live("killed", death), death
+    assert job.live("killed") == [0] * job.ranks
+    for killed, bare in zip(job.end("killed"), job.end("bare"), strict=True):
+        version, fidelity = killed.pop("recovered")
+        assert fidelity == "exact"
+        assert version in (deaths[-1][1], deaths[-1][1] - 1)
+        assert killed == bare
+
+
+def test_killed_anywhere(job: Job) -> None:
+    check(job, *DEATHS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {
+            "eval_strategy": "epoch",
+            "dataloader_num_workers": 1,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0},
+        },
+        {"max_steps": 14, "bf16": True, "optim": "adafactor"},
+        {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "save_steps": 4,
+            "save_strategy": "steps",
+            "save_total_limit": 1,
+        },
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_with_other_arguments(job: Job, arguments: dict[str, Any]) -> None:
+    check(replace(job, arguments=arguments), ("on_epoch_begin", 6), ("on_step_end", 9))
+
+
+def test_two_ranks(job: Job) -> None:
+    check(replace(job, ranks=2), ("on_step_begin", 1), ("on_epoch_begin", 3), ("on_step_end", 5))
+
+
+def test_fsdp2(job: Job) -> None:
+    arguments = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True}}
+    check(replace(job, ranks=2, arguments=arguments), ("on_epoch_begin", 3), ("on_step_end", 5))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_whose_json_names_the_tiers(job: Job, stage: int) -> None:
+    config = {
+        "gradient_accumulation_steps": "auto",
+        "tiercheck": {"tiers": list(job.tiers), "base_every": 4, "batch": 2},
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+    check(
+        replace(job, ranks=2, arguments={"deepspeed": config}, hierarchy=False),
+        ("on_epoch_begin", 3),
+        ("on_step_begin", 5),
+    )
+
+
+def test_a_job_that_has_stopped_early_has_nothing_left_to_do(job: Job) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    saved = {"save_steps": 4, "save_strategy": "steps", "num_train_epochs": 8}
+    stopping = replace(job, arguments=best | saved, callbacks=[lambda: EarlyStoppingCallback(1)])
+    assert stopping.live("bare", attached=False) == [0]
+    (bare,) = stopping.end("bare")
+    assert bare["step"] < 48
+    for _ in range(3):
+        assert stopping.live("again") == [0]
+        (again,) = stopping.end("again")
+        again.pop("recovered", None)
+        assert again["logged"] == bare["logged"]
+        assert again["parameters"] == bare["parameters"]
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a step failed")
+
+
+def test_an_error_ends_the_saving_and_a_second_train_is_the_trainer_s_own(job: Job) -> None:
+    trainer = job.trainer("one")
+    attached = attach(trainer, Hierarchy.of(*job.tiers))
+    failing = Fails()
+    trainer.add_callback(failing)
+    with pytest.raises(RuntimeError, match="a step failed"):
+        trainer.train()
+    assert attached.checkpointer is not None
+    assert attached.checkpointer.version == 1
+    trainer.remove_callback(failing)
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert attached.checkpointer.version == 1
+
+
+@pytest.mark.parametrize("argument", ["auto_find_batch_size", "dataloader_persistent_workers", "ignore_data_skip"])
+def test_what_cannot_be_resumed_is_refused_by_name(job: Job, argument: str) -> None:
+    trainer = job.trainer("refused")
+    setattr(trainer.args, argument, True)
+    with pytest.raises(UnsupportedSetup, match=f"{argument}=True"):
+        attach(trainer, Hierarchy.of(*job.tiers))
+
+
+def test_a_hierarchy_is_needed(job: Job) -> None:
+    with pytest.raises(ConfigurationError, match="needs a hierarchy"):
+        attach(job.trainer("none"))
+
+
+def test_the_lines_of_the_readme(job: Job) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    memory, durable = job.tiers
+    lines = lines.replace("shm://my-run?size=4GiB", memory).replace("nvme:///shared/my-run?survives=rack", durable)
+    trainer = job.trainer("readme")
+    exec(lines, {"trainer": trainer})
+    assert trainer.state.global_step == 18
+    again = job.trainer("again")
+    exec(lines, {"trainer": again})
+    assert again.state.log_history[:-1] == trainer.state.log_history[:-1]
