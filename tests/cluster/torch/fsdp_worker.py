@@ -218,12 +218,12 @@ def stored(directory: Path, name: str) -> dict[str, list[int]]:
 
 
 def whole(job: Job) -> dict[str, str]:
-    """A digest of each parameter and of its moments, as torch gathers them."""
+    """A digest of each parameter and of its moments, as torch gathers them, and of the steps that this rank counts. Its
+    shard may be empty."""
     gathered = {name: each.full_tensor() for name, each in job.model.named_parameters()}
     for name, each in job.model.named_parameters():
-        held = job.optimizer.state.get(each, {})  # nothing, perhaps, if this rank's shard is empty
-        for key in ("exp_avg", "exp_avg_sq") if each.requires_grad else ():
-            gathered[f"{key} of {name}"] = held.get(key, torch.zeros_like(each)).full_tensor()
+        for key, value in job.optimizer.state.get(each, {}).items():
+            gathered[f"{key} of {name}"] = value if key == "step" else value.full_tensor()
     return {name: hashlib.sha256(each.detach().numpy().tobytes()).hexdigest()[:16] for name, each in gathered.items()}
 
 

@@ -30,6 +30,7 @@ from tiercheck.streams.rebuilding.stored import StoredReader, StoredState, check
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
+from tiercheck.streams.tensors.storable import from_storable, to_storable
 
 __all__ = ["TensorConversion"]
 
@@ -56,6 +57,8 @@ class TensorConversion:
         self._states: dict[str, dict[str, Any]] = {}
         self._stated: dict[str, int] = {}
         """By master, of how many of its elements there was an optimizer's state."""
+        self._kinds: dict[int, dict[str, Any]] = {}
+        """By parameter group, the optimizer's state of one of its masters, as :func:`kinds_of` has it."""
         self._residuals: dict[str, torch.Tensor] = {}
         self._options: dict[int, dict[str, Any]] = {}
         """By parameter group, its options at the end of the version."""
@@ -146,6 +149,7 @@ class TensorConversion:
             return
         self._stated[name] = self._stated.get(name, 0) + sum(math.prod(each.lengths) for each in copies)
         held = self._states.setdefault(name, {})
+        self._kinds.setdefault(self._groups[name], kinds_of(saved, master))
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and lies_as_master(key, tuple(value.shape), tuple(master.shape)):
                 if key not in held:
@@ -175,7 +179,10 @@ class TensorConversion:
 
     def told(self) -> Any:
         options = {str(group): options for group, options in self._options.items()}
-        return {"options": options, "stateful": {str(old): held for old, held in self._told_of.items()}}
+        kinds = {str(group): to_storable(kinds, "the optimizer's state") for group, kinds in self._kinds.items()}
+        stateful = {str(old): held for old, held in self._told_of.items()}
+        without = [name for name, each in self._masters.items() if each.numel() and not self._states.get(name)]
+        return {"options": options, "states": kinds, "stateless": without, "stateful": stateful}
 
     def carry_over(self, told: Sequence[Any], *, rank: int, world_size: int, saved_by: int) -> None:
         found = {int(old): held for each in told for old, held in each["stateful"].items()}
@@ -193,6 +200,8 @@ class TensorConversion:
         elsewhere = {int(group): options for each in reversed(told) for group, options in each["options"].items()}
         found = {**elsewhere, **self._options}
         options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
+        kinds = {int(group): kinds for each in told for group, kinds in each["states"].items()}
+        self._state_of_nothing(kinds, stateless={name for each in told for name in each["stateless"]})
         for name in sorted(name for name, elements in self._stated.items() if elements < self._elements(name)):
             self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
         host_state, lost, self._notes = carried_over(
@@ -203,6 +212,18 @@ class TensorConversion:
             masters=self._masters, optimizer_state=self._states, extras=self._extras, hyperparameters=options
         )
         return Rebuilt(host_state, residuals=self._residuals)
+
+    def _state_of_nothing(self, kinds: Mapping[int, Any], stateless: Collection[str]) -> None:
+        """A master without elements, as of a rank whose shard is empty, has the state that others of its group have:
+        else this rank would count its steps otherwise than the others. Or none, if it has none where it has elements.
+        ``kinds``: as all ranks have told."""
+        for name, master in self._masters.items():
+            if master.numel() or name in stateless or self._groups[name] not in kinds:
+                continue
+            self._states[name] = {
+                key: torch.zeros(master.shape, dtype=value.dtype) if is_empty(value) else value
+                for key, value in from_storable(kinds[self._groups[name]]).items()
+            }
 
     @property
     def exact(self) -> bool:
@@ -222,6 +243,23 @@ def held_of(stored: str, masters: Mapping[str, torch.Tensor], extras: Mapping[st
     if stored.startswith(MASTER):
         return masters[stored.removeprefix(MASTER)]
     return extras[stored.removeprefix(EXTRA)]
+
+
+def kinds_of(state: Mapping[str, Any], master: torch.Tensor) -> dict[str, Any]:
+    """What a master without elements has of such a state. An empty tensor stands for one that lies as its master does.
+    Nothing, if tensors lie otherwise: who has no elements cannot say how."""
+    kinds = {
+        key: value.new_empty(0) if lies_as_master(key, tuple(value.shape), tuple(master.shape)) else value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    if any(each.numel() > 1 for each in kinds.values()):
+        return {}
+    return {**state, **kinds}
+
+
+def is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 0
 
 
 def same(one: Any, other: Any) -> bool:
