@@ -74,13 +74,15 @@ class Dies(TrainerCallback):
 
 @dataclass(frozen=True)
 class Job:
-    """``hierarchy``: whether the tiers are named here; else the DeepSpeed JSON names them."""
+    """``hierarchy``: whether the tiers are named here; else the DeepSpeed JSON names them. ``begins``: a checkpoint of
+    the Trainer's own."""
 
     folder: Path
     ranks: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Callable[[], TrainerCallback]] = ()
     hierarchy: bool = True
+    begins: Path | None = None
 
     @property
     def tiers(self) -> tuple[str, str]:
@@ -120,7 +122,7 @@ class Job:
         if rank == 0:
             for event, step in dies:
                 trainer.add_callback(Dies(event, step))
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if self.begins is None else str(self.begins))
         found = outcome(trainer)
         if job is not None and job.checkpointer is not None and (recovery := job.checkpointer.recovery) is not None:
             found["recovered"] = [recovery.version, str(recovery.fidelity)]

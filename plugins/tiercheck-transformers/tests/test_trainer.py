@@ -114,6 +114,19 @@ def test_deepspeed_whose_json_names_the_tiers(job: Job, stage: int) -> None:
     )
 
 
+def test_a_job_that_began_from_a_checkpoint_of_the_trainer_s_own(job: Job) -> None:
+    saving = replace(job, arguments={"save_steps": 4, "save_strategy": "steps", "max_steps": 4})
+    assert saving.live("before", attached=False) == [0]
+    began = replace(job, begins=job.folder / "before" / "checkpoint-4")
+    assert began.live("bare", attached=False) == [0]
+    for death in (("on_step_begin", 5), ("on_epoch_begin", 6), ("on_step_end", 9)):
+        assert KILLED in began.live("killed", death), death
+    assert began.live("killed") == [0]
+    (killed,), (bare,) = began.end("killed"), began.end("bare")
+    assert killed.pop("recovered") == [4, "exact"], "of version 0, at step 4"
+    assert killed == bare
+
+
 def test_a_job_that_has_stopped_early_has_nothing_left_to_do(job: Job) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     saved = {"save_steps": 4, "save_strategy": "steps", "num_train_epochs": 8}

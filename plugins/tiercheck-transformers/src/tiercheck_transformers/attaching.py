@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -30,8 +29,6 @@ from tiercheck.streams.loading import Loading
 from tiercheck_transformers.progress import Progress
 
 __all__ = ["Attached", "attach"]
-
-log = logging.getLogger(__name__)
 
 PROGRESS = "trainer"
 SKIPPED = {"model", "epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint"}
@@ -98,7 +95,7 @@ class Attached(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         self._trainer = trainer
         self._hierarchy = hierarchy
-        self._stateful = dict(stateful or {})
+        self._stateful = stateful
         self._options = options
         self._progress = Progress(trainer)
         self._resumed = False
@@ -158,6 +155,10 @@ class Attached(TrainerCallback):
             kwargs |= {"epochs_trained": progress.epoch, "steps_trained_in_current_epoch": passed}
             # Any path has the Trainer pass over the batches. It looks for random states there, and finds none.
             kwargs["resume_from_checkpoint"] = os.devnull if passed else None
+        elif (
+            kwargs["epoch"] == kwargs["epochs_trained"]
+        ):  # of a checkpoint of the Trainer's own, which the job began from
+            progress.updates = kwargs["steps_trained_in_current_epoch"] // trainer.args.gradient_accumulation_steps
         progress.epoch = kwargs["epoch"]
         run_epoch(**kwargs)
         midway = trainer.control.should_training_stop and progress.updates < kwargs["num_update_steps_per_epoch"]
@@ -183,26 +184,28 @@ class Attached(TrainerCallback):
 
     def _attach(self) -> Checkpointer:
         trainer = self._trainer
-        stateful = {**self._stateful, PROGRESS: self._progress}
+        after_step: dict[str, Any] = {PROGRESS: self._progress}
         if trainer.is_deepspeed_enabled:
             from tiercheck.integrations import deepspeed
 
             engine = trainer.model_wrapped
             if engine.lr_scheduler is None:  # DeepSpeed knows none that the Trainer has made
-                stateful["scheduler"] = trainer.lr_scheduler
-            return deepspeed.attach(engine, self._hierarchy, after_step=stateful, **self._options)
+                after_step["scheduler"] = trainer.lr_scheduler
+            return deepspeed.attach(
+                engine, self._hierarchy, stateful=self._stateful, after_step=after_step, **self._options
+            )
         from tiercheck.integrations import torch
 
         assert self._hierarchy is not None
         assert trainer.optimizer is not None
-        scaler = getattr(trainer.accelerator, "scaler", None)
         return torch.attach(
             trainer.model_wrapped,
             trainer.optimizer,
             self._hierarchy,
             scheduler=trainer.lr_scheduler,
-            scaler=scaler,
-            after_step=stateful,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            stateful=self._stateful,
+            after_step=after_step,
             **self._options,
         )
 
