@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from tiercheck.errors import ConfigurationError, NothingListens, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
+from tiercheck.tiers.wrappers.faults import faults_as_errors
 
 __all__ = ["CallsUnderWay", "LazyOpenDriver"]
 
@@ -54,7 +55,8 @@ class LazyOpenDriver(WrappingDriver):
 
     So a mover goes on with the tiers that are there, and takes the others for tiers in trouble, as they are. Until it
     is open its capabilities are those that ``inner`` hopes for. Errors of every call: also ``Transient`` while
-    the store does not answer; ``ConfigurationError`` from opening alone, for what no patience mends.
+    the store does not answer, and ``TierError`` for what ``inner`` raises that is no ``Exception``;
+    ``ConfigurationError`` from opening alone, for what no patience mends.
     """
 
     def __init__(self, inner: TierDriver, *, calls: CallsUnderWay | None = None, open_s: float | None = None) -> None:
@@ -86,7 +88,7 @@ class LazyOpenDriver(WrappingDriver):
             await self._reach(CALL_S)
         except ConfigurationError as error:
             raise Transient(str(error), tier=self.url) from error
-        with self._calls.noted(self.url, call):
+        with self._calls.noted(self.url, call), faults_as_errors(self.url, call):
             return await work()
 
     async def _begin(self) -> None:
@@ -108,14 +110,19 @@ class LazyOpenDriver(WrappingDriver):
                 self._open = True
         if self._open:
             self._open = False
-            await self.inner.close()
+            with faults_as_errors(self.url, Call(Operation.CLOSE)):
+                await self.inner.close()
+
+    async def _open_inner(self) -> None:
+        with faults_as_errors(self.url, Call(Operation.OPEN)):
+            await self.inner.open()
 
     async def _reach(self, wait_s: float) -> None:
         """Have ``inner`` open. One attempt goes on while callers come and go."""
         if self._open:
             return
         if self._opening is None:
-            self._opening = asyncio.ensure_future(self.inner.open())
+            self._opening = asyncio.ensure_future(self._open_inner())
             self._opening.add_done_callback(_retrieve)
         opening = self._opening
         await asyncio.wait([opening], timeout=wait_s)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tiercheck.errors import Closed, ConfigurationError, NothingListens, TierError, Transient
+from tiercheck.errors import Closed, ConfigurationError, NotFound, NothingListens, TierError, Transient
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.posix.nvme import NvmeDriver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
+from tiercheck.types import ObjectInfo, PutMode
 
 
 async def test_a_store_that_comes_back_is_used(tmp_path: Path) -> None:
@@ -111,3 +114,84 @@ async def test_what_no_patience_mends_is_said_at_once(brisk: None) -> None:
         later.may_open.set()
         with pytest.raises(Transient, match="no such region"):
             await driver.usage()
+
+
+class Panic(BaseException):
+    """As a client in Rust has."""
+
+
+FAULTS = [asyncio.CancelledError(), Panic("unwrap on None"), SystemExit(1)]
+
+
+class Faulty(MemoryDriver):
+    """Raises ``fault`` from each call, or waits for ever without one."""
+
+    fault: BaseException | None = None
+
+    async def _meet(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.Event().wait()
+
+    async def put(self, key: str, payload: Any, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        await self._meet()
+        return await super().put(key, payload, mode=mode)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        await self._meet()
+        async for info in super().list(prefix):
+            yield info
+
+    async def open(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        await super().open()
+
+    async def close(self) -> None:
+        await super().close()
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.mark.parametrize(
+    "fault", [asyncio.CancelledError(), Panic("unwrap on None"), SystemExit(1)], ids=lambda fault: type(fault).__name__
+)
+async def test_what_a_driver_raises_that_is_no_error_is_one_of_its_tier(fault: BaseException) -> None:
+    inner = Faulty("")
+    driver = LazyOpenDriver(inner)
+    said = rf"raised {type(fault).__name__}.* from (put|list|close).*memory://"
+    await driver.open()
+    inner.fault = fault
+    with pytest.raises(TierError, match=said):
+        await driver.put("a", [b"1"])
+    with pytest.raises(TierError, match=said):
+        [info async for info in driver.list()]
+    with pytest.raises(TierError, match=said):
+        await driver.close()
+
+
+@pytest.mark.parametrize(
+    "fault", [asyncio.CancelledError(), Panic(), SystemExit(1)], ids=lambda fault: type(fault).__name__
+)
+async def test_a_driver_that_raises_it_from_open_is_tried_again(fault: BaseException) -> None:
+    inner = Faulty("")
+    inner.fault = fault
+    async with LazyOpenDriver(inner) as driver:
+        with pytest.raises(TierError, match=f"raised {type(fault).__name__}"):
+            await driver.stat("a")
+        inner.fault = None
+        with pytest.raises(NotFound):
+            await driver.stat("a")
+
+
+async def test_a_caller_s_own_cancellation_is_one() -> None:
+    async with LazyOpenDriver(Faulty("")) as driver:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await driver.put("a", [b"1"])
+        waiting = asyncio.ensure_future(driver.put("a", [b"1"]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert waiting.cancelled()
