@@ -11,6 +11,7 @@ that you promise. Needs pytest and Hypothesis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -57,6 +58,8 @@ DESCRIPTION_NBYTES_MAX = 512
 
 UNITS = {"F32": (2.0**-23, 2.0**-149), "BF16": (2.0**-8, 2.0**-133), "F16": (2.0**-10, 2.0**-24)}
 """Of each float, a unit in the last place, relative; and the smallest denormal."""
+
+LARGE = ((200_003,), (1, 70_001), (1_031, 1_033))
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 
@@ -162,6 +165,14 @@ class CodecTests:
     def test_any_array_comes_back_in_its_dtype_and_shape(self) -> None:
         for what, dtype, array in self.edges():
             self.comes_back(array, dtype, what)
+
+    def test_large_tensors_come_back(self) -> None:
+        """As most of a model are: in several blocks, and in the parts that threads take."""
+        for dtype in self.floats():
+            for shape in LARGE:
+                values = gradient(math.prod(shape))
+                values[1000:3000] = 0
+                self.comes_back(hold(values, dtype).reshape(shape), dtype, f"{shape} {dtype}")
 
     def test_any_bits_come_back(self) -> None:
         @EXAMPLES
