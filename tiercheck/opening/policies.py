@@ -9,7 +9,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.policy.compose.placement import INTERVALS_MAX
 from tiercheck.policy.folding import FOLD_EVERY
-from tiercheck.policy.guard import refuse_uncovered
+from tiercheck.policy.guard import refuse_no_versions, refuse_uncovered
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import (
     CadencePolicy,
@@ -95,7 +95,8 @@ class JobPolicies:
 def settle_policies(config: CheckpointConfig, given: Policies | None) -> tuple[CheckpointConfig, JobPolicies]:
     """The policies, and the configuration with the cadence's interval as ``base_every``.
 
-    Errors: ``ConfigurationError`` for a policy that is named twice, or does not exist.
+    Errors: ``ConfigurationError`` for a policy that is named twice, or does not exist, and for a cadence whose
+    interval is no number of versions.
     """
     given = Policies() if given is None else given
     if not isinstance(given, Policies):
@@ -112,6 +113,7 @@ def settle_policies(config: CheckpointConfig, given: Policies | None) -> tuple[C
                 f"the {kind} policy is given twice, by {' and by '.join(ways)}: leave one of them out"
             )
     cadence = given.cadence or named.cadence or EveryVersions(config.base_every)
+    refuse_no_versions(cadence)
     policies = JobPolicies(
         cadence=cadence,
         placing=given.placement or named.placement or Everywhere(),

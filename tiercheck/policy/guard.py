@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.keys import VERSION_MAX, CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
 from tiercheck.policy.compose.cadence import CadencePolicy, Progress
 from tiercheck.policy.compose.pacing import Copying, PacingPolicy
 from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
@@ -30,6 +30,7 @@ __all__ = [
     "ask_placement",
     "ask_retention",
     "checked_deletions",
+    "refuse_no_versions",
     "refuse_uncovered",
 ]
 
@@ -55,6 +56,23 @@ def ask_cadence(policy: CadencePolicy, seen: Progress) -> tuple[bool, Refusal | 
     """Whether a base is due. It is, whatever the policy says, when its interval has passed since the last one."""
     due, refusal = _asked(policy, lambda: policy.due(seen), bool, True)
     return due or seen.version - seen.last_due >= policy.interval, refusal
+
+
+def refuse_no_versions(policy: CadencePolicy) -> None:
+    """Errors: ``ConfigurationError`` for a cadence whose ``interval`` or ``check_every`` is no number of versions. Both
+    are read outside of a decision, and have no safe value to be taken instead."""
+    for name in ("interval", "check_every"):
+        try:
+            given = getattr(policy, name)
+        except Exception as error:
+            raise ConfigurationError(
+                f"the cadence {_name(policy)}: {name} raises {type(error).__name__}: {error}"
+            ) from error
+        if type(given) is not int or not 1 <= given <= VERSION_MAX:
+            raise ConfigurationError(
+                f"the cadence {_name(policy)}: {name} must be a number of versions, from 1 to {VERSION_MAX}, not "
+                f"{shown(given, CHARS_MAX)}"
+            )
 
 
 def ask_placement(policy: PlacementPolicy, shard: Candidate) -> tuple[bool, Refusal | None]:

@@ -31,6 +31,7 @@ from tiercheck.policy.guard import (
     ask_placement,
     ask_retention,
     checked_deletions,
+    refuse_no_versions,
     refuse_uncovered,
 )
 from tiercheck.policy.observation import Contents, Observation, Role
@@ -113,8 +114,7 @@ class PolicyTests:
         elif isinstance(policy, PlacementPolicy):
             self._decides(lambda seen: ask_placement(policy, seen), self._candidates(), policy.wants)
         elif isinstance(policy, CadencePolicy):
-            numbers = (policy.interval, policy.check_every)
-            assert all(type(each) is int and each >= 1 for each in numbers), "both are numbers of versions"
+            refuse_no_versions(policy)
             self._decides(lambda seen: ask_cadence(policy, seen), self._progress(), policy.due)
         else:
             assert isinstance(policy, PacingPolicy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tiercheck.opening.policies import settle_policies
 from tiercheck.policy.policies import (
     BasesOnly,
     BytesPerSecond,
+    CadencePolicy,
     Candidate,
     Committed,
     EveryNth,
@@ -33,6 +35,7 @@ from tiercheck.policy.policies import (
     KeepLast,
     PlacementPolicy,
     Policies,
+    Progress,
     RetentionPolicy,
     Unpaced,
     When,
@@ -53,6 +56,32 @@ def test_a_cadence_s_interval_is_what_memory_is_sized_for() -> None:
     config, policies = settle_policies(CheckpointConfig(cadence="every_seconds?seconds=60&versions_max=30"), None)
     assert policies.cadence == EverySeconds(60, 30)
     assert config.base_every == policies.placement.interval == 30
+
+
+@dataclass(frozen=True)
+class Numbered(CadencePolicy):
+    """With these numbers, whatever they are."""
+
+    every: Any
+    asked: Any
+
+    @property
+    def interval(self) -> Any:
+        return self.every
+
+    @property
+    def check_every(self) -> Any:
+        return 1 // self.asked if self.asked == 0 else self.asked
+
+    def due(self, seen: Progress) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2.5, "7", -1, True, 10**30])
+def test_a_cadence_s_numbers_are_of_versions(wrong: Any) -> None:
+    for cadence, name in ((Numbered(wrong, 1), "interval"), (Numbered(10, wrong), "check_every")):
+        with pytest.raises(ConfigurationError, match=rf"the cadence Numbered\(.*: {name} (must be|raises Zero)"):
+            settle_policies(CheckpointConfig(), Policies(cadence=cadence))
 
 
 @pytest.mark.parametrize(
