@@ -23,7 +23,7 @@ from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.report import Recovery
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.objects.records import metric_record
-from tiercheck.runtime.runtime import Lock, Scheduler
+from tiercheck.runtime.runtime import CLOSE_S, Lock, Scheduler
 
 __all__ = ["MoverLife", "OpenedJob", "Resources"]
 
@@ -99,7 +99,8 @@ class Resources:
             taken.callback(self.ranks.group.close)
             if self.process_lock is not None:
                 taken.callback(self.process_lock.release)
-            taken.push_async_callback(self._give, "ending what still runs", self.ranks.scheduler.close)
+            end = partial(self.ranks.scheduler.close, deadline_s=min(self.ranks.deadline_s, CLOSE_S))
+            taken.push_async_callback(self._give, "ending what still runs", end)
             if self.tiers is not None:
                 taken.push_async_callback(self._close_tiers, self.tiers)
             if self.agent is not None:

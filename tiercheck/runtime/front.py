@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.runtime.process_lock import ProcessLock
 from tiercheck.runtime.processors import bound_to, quota
-from tiercheck.runtime.runtime import Runtime
+from tiercheck.runtime.runtime import CLOSE_S, Runtime
 
 __all__ = ["ThreadScheduler", "of_this_process", "run"]
 
@@ -79,7 +79,7 @@ class ThreadScheduler:
     def time(self) -> float:
         return time.monotonic()
 
-    async def close(self) -> None:
+    async def close(self, *, deadline_s: float = CLOSE_S) -> None:
         for each in self._beside.values():
             each.shutdown(wait=False, cancel_futures=True)
-        self._loop.close()
+        self._loop.close(deadline_s)

@@ -6,15 +6,20 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 from tiercheck.errors import DeadlineExceeded
+from tiercheck.runtime.runtime import CLOSE_S
 
 __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 
-CLOSE_S_MAX = 60.0
+ASYNCIO = Path(asyncio.__file__).parent
+NAMED_MAX = 3
+CANCELLING = "tiercheck-cancels-what-runs"
 
 
 class LoopThread:
@@ -52,26 +57,51 @@ class LoopThread:
             future.cancel()
             raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = CLOSE_S) -> None:
         """Cancel what still runs, and stop. Idempotent.
 
-        Errors: ``DeadlineExceeded`` if a call to the operating system, such as one to a hung file system, does not
-        return; its thread stays, and the loop with it.
+        Errors: ``DeadlineExceeded`` if what was cancelled does not end, or a call to the operating system, such as one
+        to a hung file system, does not return; its thread stays, and the loop with it.
         """
         if self._closed:
             return
         self._closed = True
+        ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
         try:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=CLOSE_S_MAX)
+            ending.result(timeout=deadline_s)
         except concurrent.futures.TimeoutError:
-            raise DeadlineExceeded(f"what still ran could not be stopped within {CLOSE_S_MAX:g} s") from None
+            raise DeadlineExceeded(
+                f"what still ran could not be stopped within {deadline_s:g} s: {self._running()}"
+            ) from None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _running(self) -> str:
+        """The line at which each task is that does not end."""
+        tasks = (each for each in asyncio.all_tasks(self._loop) if each.get_name() != CANCELLING)
+        places = sorted(
+            {f"{at.f_code.co_qualname} ({at.f_code.co_filename}:{at.f_lineno})" for at in map(frame_of, tasks)}
+        )
+        more = [f"and {len(places) - NAMED_MAX} more"] if len(places) > NAMED_MAX else []
+        return ", ".join([*places[:NAMED_MAX], *more]) or "a thread"
+
+
+def frame_of(task: asyncio.Task[Any]) -> FrameType | None:
+    """Where it waits: the innermost coroutine that is none of asyncio's own. ``None`` if it has ended just now."""
+    coroutine: Any = task.get_coro()
+    frame = coroutine.cr_frame
+    while (inner := getattr(coroutine := coroutine.cr_await, "cr_frame", None)) is not None:
+        if Path(inner.f_code.co_filename).parent != ASYNCIO:
+            frame = inner
+    return cast(FrameType | None, frame)
+
 
 async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    own = asyncio.current_task()
+    assert own is not None
+    own.set_name(CANCELLING)
+    tasks = [task for task in asyncio.all_tasks() if task is not own]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,9 +15,12 @@ from typing import Any, Protocol, TypeVar
 
 from tiercheck.errors import DeadlineExceeded
 
-__all__ = ["Lock", "Runtime", "Scheduler", "TaskScheduler"]
+__all__ = ["CLOSE_S", "Lock", "Runtime", "Scheduler", "TaskScheduler"]
 
 T = TypeVar("T")
+
+CLOSE_S = 60.0
+"""How long what is cancelled may take to end, if nobody says."""
 
 
 class Scheduler(Protocol):
@@ -58,8 +61,8 @@ class Scheduler(Protocol):
         """Seconds since some moment."""
         ...
 
-    async def close(self) -> None:
-        """Cancel what was started and still runs. Idempotent. Errors: ``DeadlineExceeded``."""
+    async def close(self, *, deadline_s: float = CLOSE_S) -> None:
+        """Cancel what was started and still runs. Idempotent. Errors: ``DeadlineExceeded`` (naming it)."""
         ...
 
 
@@ -153,7 +156,7 @@ class TaskScheduler:
     def time(self) -> float:
         return self._loop.time()
 
-    async def close(self) -> None:
+    async def close(self, *, deadline_s: float = CLOSE_S) -> None:
         own = asyncio.current_task()
         tasks = [task for task in self._tasks if task is not own]
         for task in tasks:

@@ -22,7 +22,7 @@ class Part:
     def __init__(self, name: str, ended: list[str], error: BaseException | None) -> None:
         self._name, self._ended, self._error = name, ended, error
 
-    async def close(self) -> None:
+    async def close(self, **_: float) -> None:
         self._ended.append(self._name)
         if self._error is not None:
             raise self._error
@@ -41,7 +41,7 @@ def resources(ended: list[str], failing: str, error: BaseException) -> Resources
 
     group = SimpleNamespace(close=lambda: ended.append("group"))
     held: Any = {
-        "ranks": SimpleNamespace(scheduler=parts.pop("scheduler"), group=group, call=call),
+        "ranks": SimpleNamespace(scheduler=parts.pop("scheduler"), group=group, call=call, deadline_s=1.0),
         "process_lock": SimpleNamespace(release=lambda: ended.append("process_lock")),
     }
     return Resources(**held, **parts)

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
+from tiercheck.tiers.wrappers import PrefixedDriver
 
 
 def test_a_job_that_failed_leaves_no_hooks_behind() -> None:
@@ -74,13 +76,12 @@ def test_what_is_asked_of_a_closed_checkpointer_is_refused() -> None:
             ask()
 
 
-def test_a_loop_that_cannot_be_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.runtime.loop_thread.CLOSE_S_MAX", 0.05)
+def test_a_loop_that_cannot_be_stopped_says_so() -> None:
     loop, hung = LoopThread(), threading.Event()
     future = loop.submit(asyncio.to_thread(hung.wait, 30))
     try:
-        with pytest.raises(DeadlineExceeded, match="could not be stopped"):
-            loop.close()
+        with pytest.raises(DeadlineExceeded, match=r"could not be stopped within 0.05 s: a thread"):
+            loop.close(0.05)
         loop.close()
     finally:
         hung.set()
@@ -88,6 +89,33 @@ def test_a_loop_that_cannot_be_stopped_says_so(monkeypatch: pytest.MonkeyPatch) 
         loop._thread.join(10)
     assert not loop._thread.is_alive()
     assert future.cancelled() or future.done()
+
+
+def test_close_waits_no_longer_than_its_deadline_for_a_driver_that_swallows_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaf = threading.Event()
+
+    class Deaf(PrefixedDriver):
+        async def put(self, *args: Any, **named: Any) -> Any:
+            while deaf.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.05)
+            return await super().put(*args, **named)
+
+    training = Training()
+    tier = Tier(f"nvme://{tmp_path}?survives=rack", wrap=lambda driver: Deaf(driver, "x"))
+    checkpointer = training.attach(Hierarchy.of(memory(), tier), deadline_s=0.5)
+    deaf.set()
+    training.step(1)
+    try:
+        with pytest.raises(SaveError):
+            checkpointer.close()
+    finally:
+        deaf.clear()
+    (said,) = [each for each in caplog.messages if "ending what still runs" in each]
+    assert "within 0.5 s" in said
+    assert "Deaf.put" in said
 
 
 def test_flush_does_not_return_where_a_tier_cannot_be_seen(tmp_path: Path) -> None:
