@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any
@@ -150,21 +150,25 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
 
     Errors: none of the tier's, and none for a URL that cannot be used; they are ``problems``.
     """
+    found: list[Diagnosis] = []
     shown = url.partition("?")[0].rpartition("@")[2]  # until it is parsed nobody knows what in it is secret
     try:
         parsed = TierURL.parse(url)
         shown = parsed.text
         distribution = distribution_of(GROUP.find(entry_name(parsed.scheme)))
         async with scratch(url, "doctor") as place:
-            return await diagnose(url, shown, distribution, place, measure_s)
+            found.append(await diagnose(url, shown, distribution, place, measure_s))
+        return found[0]
     except TierCheckError as error:
-        return Diagnosis(shown, problems=(Problem(f"{type(error).__name__}: {error}", advice_for(error)),))
+        problem = Problem(f"{type(error).__name__}: {error}", advice_for(error))
     except TimeoutError:
-        what = "the tier did not answer in time"
-        return Diagnosis(shown, problems=(Problem(what, "look at the tier, and at the network to it"),))
+        problem = Problem("the tier did not answer in time", "look at the tier, and at the network to it")
     except Exception as error:  # noqa: BLE001  (a driver that lets a foreign one through is what is reported)
         what = f"a foreign {type(error).__name__} reached the caller: {error}"
-        return Diagnosis(shown, problems=(Problem(what, "tell the driver's author: it should be a TierError"),))
+        problem = Problem(what, "tell the driver's author: it should be a TierError")
+    if found:  # something is left behind, or does not close
+        return replace(found[0], problems=(*found[0].problems, problem))
+    return Diagnosis(shown, problems=(problem,))
 
 
 def advice_for(error: TierCheckError) -> str:

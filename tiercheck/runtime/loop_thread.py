@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tiercheck.errors import DeadlineExceeded
 from tiercheck.runtime.runtime import CLOSE_S
@@ -80,21 +80,19 @@ class LoopThread:
     def _running(self) -> str:
         """The line at which each task is that does not end."""
         tasks = (each for each in asyncio.all_tasks(self._loop) if each.get_name() != CANCELLING)
-        places = sorted(
-            {f"{at.f_code.co_qualname} ({at.f_code.co_filename}:{at.f_lineno})" for at in map(frame_of, tasks)}
-        )
+        places = sorted({place for each in tasks if (place := place_of(each))})
         more = [f"and {len(places) - NAMED_MAX} more"] if len(places) > NAMED_MAX else []
         return ", ".join([*places[:NAMED_MAX], *more]) or "a thread"
 
 
-def frame_of(task: asyncio.Task[Any]) -> FrameType | None:
-    """Where it waits: the innermost coroutine that is none of asyncio's own. ``None`` if it has ended just now."""
+def place_of(task: asyncio.Task[Any]) -> str:
+    """Where it waits: the innermost coroutine that is none of asyncio's own. Empty if it has ended just now."""
     coroutine: Any = task.get_coro()
-    frame = coroutine.cr_frame
+    frame: FrameType | None = coroutine.cr_frame
     while (inner := getattr(coroutine := coroutine.cr_await, "cr_frame", None)) is not None:
         if Path(inner.f_code.co_filename).parent != ASYNCIO:
             frame = inner
-    return cast(FrameType | None, frame)
+    return "" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 async def _cancel_all() -> None:

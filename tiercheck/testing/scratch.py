@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.errors import Transient
+from tiercheck.errors import TierError, Transient
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.object_files import CONTROL
@@ -19,11 +20,14 @@ from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.shm.namespaces import SHM, namespace_path, namespaces, open_alive
 
+log = logging.getLogger(__name__)
+
 __all__ = ["Scratch", "remove_all", "scratch", "within"]
 
 OPEN_S = 60.0
 CLOSE_S = 60.0
 REMOVAL_S = 60.0
+AGAIN_S = 0.1
 PAGE = 1000
 
 
@@ -72,8 +76,17 @@ async def opened(driver: TierDriver, purpose: str) -> AsyncIterator[Scratch]:
 
 
 async def removed(place: Scratch) -> None:
+    """Errors: ``TierError`` that names the prefix, under which objects may be left."""
     async with within(REMOVAL_S, place.driver, f"removing what lies under {place.prefix}"):
-        await remove_all(place.driver, place.prefix)
+        while True:
+            try:
+                return await remove_all(place.driver, place.prefix)
+            except Transient as error:
+                log.debug("removing what lies under %s: %s", place.prefix, error)
+            except TierError as error:
+                what = f"delete what is left under {place.prefix}: {error.message}"
+                raise TierError(what, tier=place.driver.url) from error
+            await asyncio.sleep(AGAIN_S)
 
 
 @asynccontextmanager

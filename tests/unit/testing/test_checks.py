@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.unit.diagnostics.test_doctor import examine
-from tiercheck.errors import ConfigurationError, Transient
+from tiercheck.diagnostics import doctor
+from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
 from tiercheck.testing.describe import Option, describe
 from tiercheck.testing.scratch import PAGE, opened, remove_all, scratch
 from tiercheck.tiers.memory import MemoryDriver
@@ -59,6 +61,51 @@ async def test_scratch_is_removed_when_its_task_is_cancelled(name: str) -> None:
         await working
     async with MemoryDriver(name) as driver:
         assert [info.key async for info in driver.list()] == []
+    MemoryDriver.forget(name)
+
+
+class Unsteady(MemoryDriver):
+    """Cannot delete at first."""
+
+    errors: ClassVar[list[TierError]] = []
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        await super().delete(keys)
+
+
+async def test_what_cannot_be_removed_at_once_is_removed_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsteady, "errors", [Transient("once"), Transient("twice")])
+    async with opened(Unsteady(name), "x") as place:
+        await place.driver.put(place.key("a"), [b"x"])
+    async with MemoryDriver(name) as driver:
+        assert [info.key async for info in driver.list()] == []
+    MemoryDriver.forget(name)
+
+
+async def test_what_is_left_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsteady, "errors", [Unauthorized("no")])
+    with pytest.raises(TierError, match=r"delete what is left under tiercheck-x-[0-9a-f]{16}/: no"):
+        async with opened(Unsteady(name), "x") as place:
+            await place.driver.put(place.key("a"), [b"x"])
+    MemoryDriver.forget(name)
+
+
+async def test_a_diagnosis_outlives_what_it_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsteady, "errors", [])
+    monkeypatch.setattr("tiercheck.testing.scratch.make_driver", lambda url: Unsteady(name))
+
+    async def then_fails(*arguments: Any) -> Any:
+        found = await diagnose(*arguments)
+        Unsteady.errors.append(Unauthorized("no"))
+        return found
+
+    diagnose = doctor.diagnose
+    monkeypatch.setattr(doctor, "diagnose", then_fails)
+    found = await doctor.examine(f"memory://{name}", measure_s=0)
+    assert found.checks and all(each.passed for each in found.checks)
+    assert "delete what is left under tiercheck-doctor-" in found.problems[-1].what
     MemoryDriver.forget(name)
 
 
