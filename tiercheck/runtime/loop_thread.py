@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import selectors
+import sys
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
@@ -18,7 +21,13 @@ __all__ = ["LoopThread"]
 T = TypeVar("T")
 
 ASYNCIO = Path(asyncio.__file__).parent
+LIBRARY = str(ASYNCIO.parent)
+"""Python's own, with what is installed in it."""
 NAMED_MAX = 3
+HELD_S = 0.05
+"""A line that is the same after so long holds the loop."""
+WAITS = selectors.DefaultSelector.select.__code__
+"""What a loop is in that has nothing to do."""
 CANCELLING = "tiercheck-cancels-what-runs"
 
 
@@ -55,7 +64,7 @@ class LoopThread:
             if future.done():  # just now; or with a TimeoutError of its own
                 return future.result()
             future.cancel()
-            raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
+            raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s{self._held()}") from None
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
         """Cancel what still runs, and stop. Idempotent.
@@ -77,10 +86,30 @@ class LoopThread:
         self._thread.join()
         self._loop.close()
 
+    def _held(self) -> str:
+        """The line that holds the loop, so that nothing else of it runs: a driver that calls what blocks."""
+        before = at = self._frame()
+        if before is not None:
+            time.sleep(HELD_S)
+            at = self._frame()
+        if at is None or before is None or (before is not at) or before.f_code is WAITS:
+            return ""
+        while (
+            at.f_back is not None
+            and at.f_code.co_filename.startswith(LIBRARY)
+            and "-packages" not in at.f_code.co_filename
+        ):
+            at = at.f_back  # its caller is to blame
+        return f": {place(at)} holds the event loop, which all tiers share; what blocks belongs into a thread"
+
+    def _frame(self) -> FrameType | None:
+        """The innermost one of the loop's thread."""
+        return sys._current_frames().get(self._thread.ident or 0)
+
     def _running(self) -> str:
         """The line at which each task is that does not end."""
         tasks = (each for each in asyncio.all_tasks(self._loop) if each.get_name() != CANCELLING)
-        places = sorted({place for each in tasks if (place := place_of(each))})
+        places = sorted({found for each in tasks if (found := place_of(each))})
         more = [f"and {len(places) - NAMED_MAX} more"] if len(places) > NAMED_MAX else []
         return ", ".join([*places[:NAMED_MAX], *more]) or "a thread"
 
@@ -92,7 +121,11 @@ def place_of(task: asyncio.Task[Any]) -> str:
     while (inner := getattr(coroutine := coroutine.cr_await, "cr_frame", None)) is not None:
         if Path(inner.f_code.co_filename).parent != ASYNCIO:
             frame = inner
-    return "" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return "" if frame is None else place(frame)
+
+
+def place(at: FrameType) -> str:
+    return f"{at.f_code.co_qualname} ({at.f_code.co_filename}:{at.f_lineno})"
 
 
 async def _cancel_all() -> None:

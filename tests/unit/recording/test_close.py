@@ -91,6 +91,27 @@ def test_a_loop_that_cannot_be_stopped_says_so() -> None:
     assert future.cancelled() or future.done()
 
 
+def test_who_holds_the_loop_is_named() -> None:
+    loop, holds = LoopThread(), threading.Event()
+
+    async def blocks() -> None:
+        holds.wait(30)
+
+    async def waits() -> None:
+        await asyncio.sleep(30)
+
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"^putting did not finish within 0.05 s$"):
+            loop.call(waits(), what="putting", deadline_s=0.05)
+        held = loop.submit(blocks())
+        with pytest.raises(DeadlineExceeded, match=r"within 0.05 s: .*blocks \(.* holds the event loop"):
+            loop.call(waits(), what="putting", deadline_s=0.05)
+    finally:
+        holds.set()
+    held.result(10)
+    loop.close()
+
+
 def test_close_waits_no_longer_than_its_deadline_for_a_driver_that_swallows_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
