@@ -14,6 +14,7 @@ its size. Those of tensors on a device are taken where the stream stands, and co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from tiercheck.format.container import checksum_of
 from tiercheck.kernels.reference.gathering import bytes_at
 from tiercheck.streams.device.protocol import Device, Stream
 from tiercheck.streams.device.samples import Comparison, DeviceSamples, Sample
-from tiercheck.streams.tensors.as_bytes import STAND_INS, array_of, wrappers_of, writes_to
+from tiercheck.streams.tensors.as_bytes import array_of, wrappers_of, writes_to
 
 __all__ = ["SAMPLES", "Unmoved", "Watch", "contents"]
 
@@ -90,7 +91,7 @@ class Watch:
         self._addresses: list[int] | None = None
         """Of the tensors at the last look: while they stay, so do their samples."""
         self._wrappers: list[torch.Tensor | None] | None = None
-        self._samples: HostSamples | WaitingSamples | MixedSamples = HostSamples([])
+        self._samples: HostSamples | WaitingSamples | MixedSamples = HostSamples([], SAMPLES)
         self._on_device: DeviceSamples | None = None
         self._comparisons: list[Comparison] = []
         if earlier is not None:
@@ -163,12 +164,11 @@ class Watch:
             there = [index for index, each in enumerate(self._live) if device.holds(each)]
             tensors = [self._live[index] for index in there]
             self._on_device = DeviceSamples([self._names[index] for index in there], tensors, device)
-            here = [None if device.holds(each) else picked(each, samples) for each in self._live]
-            self._samples = MixedSamples(here)
-            return
-        on_host = all(tensor.device.type == "cpu" for tensor in self._live)
-        views = [picked(each, samples) for each in self._live]
-        self._samples = HostSamples(views) if on_host else WaitingSamples(views)
+            self._samples = MixedSamples([None if device.holds(each) else each for each in self._live], samples)
+        elif all(tensor.device.type == "cpu" for tensor in self._live):
+            self._samples = HostSamples(self._live, samples)
+        else:
+            self._samples = WaitingSamples([picked(each, samples) for each in self._live])
 
 
 def by_name(seen: Seen) -> dict[str, object]:
@@ -179,14 +179,14 @@ def by_name(seen: Seen) -> dict[str, object]:
 class HostSamples:
     """The picked elements of tensors in host memory, all taken at once: by their addresses, since a view of each tensor
     would cost more time than its bytes. Whoever has this keeps the tensors, and asks only while they lie where they
-    lay."""
+    lay. ``samples``: as :data:`SAMPLES`."""
 
-    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], samples: Mapping[int, int]) -> None:
         found: dict[int, list[NDArray[np.int64]]] = {unit: [] for unit in UNITS}
         self._units: list[int] = []
         self._counts: list[int] = []
-        for view in views:
-            unit, addresses = addresses_of(host_view(view))
+        for tensor in tensors:
+            unit, addresses = addresses_of(tensor, samples.get(tensor.ndim, 1))
             found[unit].append(addresses)
             self._units.append(unit)
             self._counts.append(addresses.size * unit)
@@ -207,10 +207,10 @@ class HostSamples:
 class MixedSamples:
     """The picked elements of those tensors that are not on a device."""
 
-    def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
-        self._here = [index for index, view in enumerate(views) if view is not None]
-        self._count = len(views)
-        self._samples = HostSamples([view for view in views if view is not None])
+    def __init__(self, tensors: Sequence[torch.Tensor | None], samples: Mapping[int, int]) -> None:
+        self._here = [index for index, each in enumerate(tensors) if each is not None]
+        self._count = len(tensors)
+        self._samples = HostSamples([each for each in tensors if each is not None], samples)
 
     def taken(self) -> Sequence[bytes]:
         return self._samples.taken()
@@ -235,13 +235,29 @@ class WaitingSamples:
         return taken
 
 
-def addresses_of(view: NDArray[Any]) -> tuple[int, NDArray[np.int64]]:
-    """Where the elements of ``view`` lie, in units of so many bytes."""
-    addresses = np.zeros(1, np.int64) + view.__array_interface__["data"][0]
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        addresses = np.add.outer(addresses, np.arange(size) * stride).reshape(-1)
-    unit = next(unit for unit in UNITS if not view.itemsize % unit and not (addresses % unit).any())
-    return unit, np.add.outer(addresses, np.arange(0, view.itemsize, unit)).reshape(-1)
+def addresses_of(tensor: torch.Tensor, most: int) -> tuple[int, NDArray[np.int64]]:
+    """Where its picked elements lie, in units of so many bytes."""
+    start = tensor.data_ptr()
+    laid_out = offsets_of(tensor.shape, tensor.stride(), tensor.element_size(), most)
+    unit, offsets = next(each for each in laid_out if not start % each[0])
+    return unit, offsets + start
+
+
+@lru_cache(maxsize=1024)
+def offsets_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int, most: int
+) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+    """Where the picked elements of such a tensor lie in it, by the units that can be read there. Most of a model's
+    tensors are like others."""
+    offsets = np.zeros(1, np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        step = step_of(size, most)
+        offsets = np.add.outer(offsets, np.arange(step // 2, size, step) * stride * nbytes).reshape(-1)
+    return tuple(
+        (unit, np.add.outer(offsets, np.arange(0, nbytes, unit)).reshape(-1))
+        for unit in UNITS
+        if not nbytes % unit and not (offsets % unit).any()
+    )
 
 
 def reachable(unit: int, addresses: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -257,14 +273,13 @@ def reachable(unit: int, addresses: NDArray[np.int64]) -> tuple[NDArray[Any], ND
 def picked(tensor: torch.Tensor, samples: Mapping[int, int]) -> torch.Tensor:
     """A view of a few elements, spread over the tensor: so many along each dimension, by their number."""
     most = samples.get(tensor.ndim, 1)
-    steps = [max(1, -(-size // most)) for size in tensor.shape]
+    steps = [step_of(size, most) for size in tensor.shape]
     return tensor.detach()[tuple(slice(step // 2, None, step) for step in steps)]
 
 
-def host_view(view: torch.Tensor) -> NDArray[Any]:
-    """The picked elements, live: in the dtype in which NumPy can hold their patterns."""
-    stand_in = STAND_INS.get(view.dtype)
-    return view.numpy() if stand_in is None else view.view(stand_in).numpy()
+def step_of(size: int, most: int) -> int:
+    """From one picked element of a dimension to the next; the first is half as far from the edge."""
+    return max(1, -(-size // most))
 
 
 def device_samples(views: Sequence[torch.Tensor]) -> Sequence[bytes]:
