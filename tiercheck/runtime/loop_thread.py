@@ -100,7 +100,7 @@ class LoopThread:
             and "-packages" not in at.f_code.co_filename
         ):
             at = at.f_back  # its caller is to blame
-        return f": {place(at)} holds the event loop, which all tiers share; what blocks belongs into a thread"
+        return f": {place(at)} holds the event loop, which all tiers share; what blocks belongs in a thread"
 
     def _frame(self) -> FrameType | None:
         """The innermost one of the loop's thread."""
