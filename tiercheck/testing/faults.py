@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from tiercheck.errors import CapacityExceeded
 from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.wrappers.faults import StagedDeath
 from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["Fault", "FaultPlan", "FaultyDriver", "Killed", "Moment", "Point", "count_points"]
@@ -34,7 +35,7 @@ __all__ = ["Fault", "FaultPlan", "FaultyDriver", "Killed", "Moment", "Point", "c
 T = TypeVar("T")
 
 
-class Killed(BaseException):
+class Killed(StagedDeath):
     """The process died here. Not an ``Exception``: nothing in a dead process handles its death."""
 
 

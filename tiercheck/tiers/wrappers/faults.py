@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from tiercheck.errors import TierError
 from tiercheck.tiers.wrappers.base import Call
 
-__all__ = ["faults_as_errors"]
+__all__ = ["StagedDeath", "faults_as_errors"]
+
+
+class StagedDeath(BaseException):
+    """Raised by tests in the place of a process's death: it goes through everything."""
 
 
 @contextmanager
@@ -19,7 +23,7 @@ def faults_as_errors(tier: str, call: Call) -> Iterator[None]:
     its own through. Each of these would end the task that called it, or the event loop, without a word of the tier."""
     try:
         yield
-    except (Exception, KeyboardInterrupt, GeneratorExit):
+    except (Exception, KeyboardInterrupt, GeneratorExit, StagedDeath):
         raise
     except BaseException as fault:
         task = asyncio.current_task()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tiercheck.errors import Closed, ConfigurationError, NotFound, NothingListens, TierError, Transient
+from tiercheck.testing.faults import Killed
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.posix.nvme import NvmeDriver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
@@ -182,6 +183,15 @@ async def test_a_driver_that_raises_it_from_open_is_tried_again(fault: BaseExcep
         inner.fault = None
         with pytest.raises(NotFound):
             await driver.stat("a")
+
+
+async def test_a_death_that_a_test_stages_goes_through() -> None:
+    inner = Faulty("")
+    async with LazyOpenDriver(inner) as driver:
+        inner.fault = Killed()
+        with pytest.raises(Killed):
+            await driver.put("a", [b"1"])
+        inner.fault = None
 
 
 async def test_a_caller_s_own_cancellation_is_one() -> None:
