@@ -20,9 +20,8 @@ __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 
-ASYNCIO = Path(asyncio.__file__).parent
-LIBRARY = str(ASYNCIO.parent)
-"""Python's own, with what is installed in it."""
+LIBRARY = str(Path(asyncio.__file__).parent.parent)
+"""Python's own, with what may be installed in it."""
 NAMED_MAX = 3
 HELD_S = 0.05
 """A line that is the same after so long holds the loop."""
@@ -75,9 +74,8 @@ class LoopThread:
         if self._closed:
             return
         self._closed = True
-        ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
         try:
-            ending.result(timeout=deadline_s)
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=deadline_s)
         except concurrent.futures.TimeoutError:
             raise DeadlineExceeded(
                 f"what still ran could not be stopped within {deadline_s:g} s: {self._running()}"
@@ -88,18 +86,16 @@ class LoopThread:
 
     def _held(self) -> str:
         """The line that holds the loop, so that nothing else of it runs: a driver that calls what blocks."""
-        before = at = self._frame()
-        if before is not None:
-            time.sleep(HELD_S)
-            at = self._frame()
-        if at is None or before is None or (before is not at) or before.f_code is WAITS:
+        at = before = self._frame()
+        if before is None or before.f_code is WAITS:
             return ""
-        while (
-            at.f_back is not None
-            and at.f_code.co_filename.startswith(LIBRARY)
-            and "-packages" not in at.f_code.co_filename
-        ):
+        time.sleep(HELD_S)
+        if self._frame() is not before:
+            return ""
+        while at is not None and is_pythons(at):
             at = at.f_back  # its caller is to blame
+        if at is None or at.f_code is LoopThread._run.__code__:
+            return ""
         return f": {place(at)} holds the event loop, which all tiers share; what blocks belongs in a thread"
 
     def _frame(self) -> FrameType | None:
@@ -115,13 +111,18 @@ class LoopThread:
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """Where it waits: the innermost coroutine that is none of asyncio's own. Empty if it has ended just now."""
+    """Where it waits: the innermost coroutine that is none of Python's own. Empty if it has ended just now."""
     coroutine: Any = task.get_coro()
     frame: FrameType | None = coroutine.cr_frame
     while (inner := getattr(coroutine := coroutine.cr_await, "cr_frame", None)) is not None:
-        if Path(inner.f_code.co_filename).parent != ASYNCIO:
+        if not is_pythons(inner):
             frame = inner
     return "" if frame is None else place(frame)
+
+
+def is_pythons(at: FrameType) -> bool:
+    file = at.f_code.co_filename
+    return file.startswith(LIBRARY) and "-packages" not in file
 
 
 def place(at: FrameType) -> str:

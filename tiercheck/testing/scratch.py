@@ -20,9 +20,9 @@ from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.shm.namespaces import SHM, namespace_path, namespaces, open_alive
 
-log = logging.getLogger(__name__)
-
 __all__ = ["Scratch", "remove_all", "scratch", "within"]
+
+log = logging.getLogger(__name__)
 
 OPEN_S = 60.0
 CLOSE_S = 60.0

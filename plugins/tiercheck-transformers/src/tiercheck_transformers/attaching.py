@@ -9,23 +9,22 @@ and saving.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-import random
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach as attach_model
 from tiercheck.policy.policies import Policies
 from tiercheck.streams.loading import Loading
+from tiercheck.streams.tensors.generators import random_state, restore_random_state
 from tiercheck_transformers.progress import Progress
 
 __all__ = ["Attached", "attach"]
@@ -33,6 +32,12 @@ __all__ = ["Attached", "attach"]
 PROGRESS = "trainer"
 SKIPPED = {"model", "epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint"}
 """Arguments of ``Trainer._run_epoch`` that a resumed epoch needs."""
+REFUSED = {
+    "auto_find_batch_size": "it begins anew with other batches within one call of train()",
+    "dataloader_persistent_workers": "its loaders draw from torch's generator once in a process, not once in an epoch",
+    "ignore_data_skip": "after a restart it trains on batches that it has already trained on",
+}
+"""Arguments of the training, and why a resumed job would not be the same."""
 
 
 def attach(
@@ -73,13 +78,6 @@ def attach(
         raise ConfigurationError("attach needs a hierarchy; only a DeepSpeed JSON can name the tiers instead")
     options = {"config": config, "policies": policies, "version": version, "generation": generation}
     return Attached(trainer, hierarchy, stateful, {**options, "fresh": fresh, "loading": loading})
-
-
-REFUSED = {
-    "auto_find_batch_size": "it begins anew with other batches within one call of train()",
-    "dataloader_persistent_workers": "its loaders draw from torch's generator once in a process, not once in an epoch",
-    "ignore_data_skip": "after a restart it trains on batches that it has already trained on",
-}
 
 
 class Attached(TrainerCallback):
@@ -135,7 +133,8 @@ class Attached(TrainerCallback):
         if (recovery := self.checkpointer.recovery) is None or recovery.version == 0:
             return
         self._resumed = True
-        self._first_epoch = generators()
+        # Evaluating at the start draws, and so do other callbacks.
+        self._first_epoch = partial(restore_random_state, random_state())
         if recovery.version == 1 and self._progress.updates:
             # A run's first version does not know whether its loop draws between two iterations. This one does not: if
             # something has drawn when the step begins, it is the loader, which only this process begins here.
@@ -186,19 +185,17 @@ class Attached(TrainerCallback):
         trainer = self._trainer
         after_step: dict[str, Any] = {PROGRESS: self._progress}
         if trainer.is_deepspeed_enabled:
-            from tiercheck.integrations import deepspeed
+            from tiercheck.integrations.deepspeed import attach as attach_engine
 
             engine = trainer.model_wrapped
             if engine.lr_scheduler is None:  # DeepSpeed knows none that the Trainer has made
                 after_step["scheduler"] = trainer.lr_scheduler
-            return deepspeed.attach(
+            return attach_engine(
                 engine, self._hierarchy, stateful=self._stateful, after_step=after_step, **self._options
             )
-        from tiercheck.integrations import torch
-
         assert self._hierarchy is not None
         assert trainer.optimizer is not None
-        return torch.attach(
+        return attach_model(
             trainer.model_wrapped,
             trainer.optimizer,
             self._hierarchy,
@@ -221,7 +218,7 @@ def wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> Callable[[
     method = getattr(trainer, name)
     before = vars(trainer).get(name)  # another one may have wrapped it on this Trainer
 
-    @functools.wraps(method)
+    @wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(method, *args, **kwargs)
 
@@ -233,21 +230,6 @@ def wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> Callable[[
 
     setattr(trainer, name, wrapped)
     return unwrap
-
-
-def generators() -> Callable[[], None]:
-    """What puts the random generators back as they are now: evaluating at the start, and other callbacks, draw."""
-    drawn, numbers, bits = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def put_back() -> None:
-        random.setstate(drawn)
-        np.random.set_state(numbers)
-        torch.set_rng_state(bits)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-    return put_back
 
 
 def nothing() -> None:

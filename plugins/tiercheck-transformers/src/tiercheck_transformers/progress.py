@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ COUNTED = (
     "global_step",
     "num_input_tokens_seen",
     "total_flos",
-    "log_history",
     "best_metric",
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of ``TrainerState``, what training changes. The rest follows from the arguments of the start."""
+"""Of ``TrainerState``, what training changes beside its log. The rest follows from the arguments of the start."""
 
 
 class Progress:
@@ -40,6 +39,10 @@ class Progress:
         self.updates = 0
         self.stopped = False
         """Something other than the number of steps has ended the training, such as an ``EarlyStoppingCallback``."""
+        self._log = ""
+        """The Trainer's log as text, an entry a line. Each version holds all of it, and packs one string in no time."""
+        self._entries = 0
+        """So many of them are in it."""
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
@@ -47,7 +50,8 @@ class Progress:
             "epoch": self.epoch,
             "updates": self.updates,
             "stopped": self.stopped or (trainer.control.should_training_stop and state.global_step < state.max_steps),
-            "counted": {name: copy.copy(getattr(state, name)) for name in COUNTED},
+            "counted": {name: getattr(state, name) for name in COUNTED},
+            "log": self._logged(),
             "callbacks": {name: dict(each.state().get("attributes", {})) for name, each in self._callbacks()},
             "loss": float(trainer._tr_loss),
             "logged": trainer._globalstep_last_logged,
@@ -59,6 +63,9 @@ class Progress:
         self.epoch, self.updates, self.stopped = saved["epoch"], saved["updates"], saved["stopped"]
         for name, value in saved["counted"].items():
             setattr(state, name, value)
+        self._log = saved["log"]
+        state.log_history = [json.loads(line) for line in self._log.splitlines()]
+        self._entries = len(state.log_history)
         if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
             state.best_model_checkpoint = None
         for name, callback in self._callbacks():
@@ -71,6 +78,12 @@ class Progress:
         trainer._total_loss_scalar = -saved["loss"]
         trainer._initial_global_step = state.global_step
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+
+    def _logged(self) -> str:
+        for entry in self._trainer.state.log_history[self._entries :]:
+            self._log += json.dumps(entry) + "\n"
+            self._entries += 1
+        return self._log
 
     def _callbacks(self) -> Iterator[tuple[str, ExportableState]]:
         """Those that have a state, by name. Of several of one class, each has a number."""

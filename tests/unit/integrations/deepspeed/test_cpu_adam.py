@@ -17,8 +17,11 @@ from tests.cluster.deepspeed.plain_cpu_adam import PlainCPUAdam
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 from deepspeed.ops.adam import DeepSpeedCPUAdam, cpu_adam
 
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed.cpu_adam import CPUAdamPowers
 from tiercheck.integrations.deepspeed.layouts import Master
+from tiercheck.integrations.torch import attach
 from tiercheck.streams.tensors.bare_step import bare_step
 
 
@@ -143,3 +146,9 @@ def test_other_optimizers_keep_nothing() -> None:
     layout: Any = Layout(torch.optim.AdamW([torch.ones(1)]))
     options = [{"lr": 0.1}]
     assert CPUAdamPowers(layout).added_to(options) is options == [{"lr": 0.1}]
+
+
+def test_under_plain_pytorch_it_is_refused_by_name() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(UnsupportedSetup, match="DeepSpeedCPUAdam keeps powers of its betas"):
+        attach(model, DeepSpeedCPUAdam(model.parameters()), Hierarchy.of("memory://cpu-adam"))
