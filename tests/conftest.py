@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import settings
 
-import tests.small_states  # noqa: F401  (for what it sets)
-from tests.forks import forks, pytest_configure, pytest_configure_node
+import tests.forks
+import tests.small_states  # for what it sets
+from tests import breaking_off
+from tests.forks import forks, pytest_configure_node
 from tests.parsing import parse_in_turns
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 from tiercheck.integrations import hooks
 
-__all__ = ["forks", "gluster", "name", "pytest_configure", "pytest_configure_node"]
+__all__ = ["forks", "gluster", "name", "pytest_configure_node"]
 
 LONGEST_FIRST = (
     "tests/cluster/demo/test_demo.py",
@@ -34,6 +36,7 @@ LONGEST_FIRST = (
     "tests/unit/test_checkpointer.py",
     "tests/simulation/test_node_memory.py",
     "tests/cluster/figures/test_job_figures.py",
+    "tests/plugins/test_transformers.py",
     "tests/cluster/tiers/test_soak.py",
     "tests/cluster/s3/test_kills.py",
     "tests/cluster/s3/test_faults.py",
@@ -94,6 +97,11 @@ parse_in_turns()
 # No example is timed, on however busy a machine, and one that fails prints what replays it.
 settings.register_profile("tiercheck", deadline=None, print_blob=True)
 settings.load_profile("tiercheck")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    breaking_off.listen(config)
+    tests.forks.serve_workers(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_configure_node", "tail"]
+__all__ = ["Forks", "Server", "forks", "join", "pytest_configure_node", "serve_workers", "tail"]
 
 ROOT = Path(__file__).parents[1]
 TAIL_CHARS = 16_000
@@ -136,7 +136,7 @@ def tail(log: Path) -> str:
 SERVER = pytest.StashKey[Server]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def serve_workers(config: pytest.Config) -> None:
     """pytest-xdist's controller starts the server of its workers."""
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         server = config.stash[SERVER] = Server().__enter__()

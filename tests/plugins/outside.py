@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,8 +28,9 @@ class Outside:
         with self.start(*arguments, environment=environment) as process:
             try:
                 printed, _ = process.communicate(timeout=DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            except subprocess.TimeoutExpired as late:
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started would compute on
+                print(f"=== what it had printed by then ===\n{(late.output or b'').decode(errors='replace')}")
                 raise
         return subprocess.CompletedProcess(process.args, process.returncode, printed)
 
@@ -42,6 +44,7 @@ class Outside:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def pytest(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:

@@ -34,7 +34,7 @@ class BaseInFlight:
     version: int
     capture: StateCapture
     copied: Future[None]
-    """Done when the state may change again, after ``capture.let_change()``."""
+    """Done when the state may change again, after ``capture.let_change()``. Its error is that of the copy."""
     published: Future[CopiedBase]
     """Done when the base is in the first tier, or given up."""
 
@@ -112,8 +112,12 @@ def _copy(
         if capture.constants is not None and constants is not None:
             capture.constants.copy(constants.buffer)
         capture.copy(reservation.buffer)
-    finally:
+    except BaseException as error:
+        copied.set_exception(error)
+        raise
+    else:
         copied.set_result(None)
+    finally:
         capture.arrive()  # also after an error: what is on its way lands in this memory
     if capture.disturbed:
         return _Copied(CopiedBase(None, capture.unexpected))

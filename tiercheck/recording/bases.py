@@ -265,7 +265,7 @@ class Bases:
         if base.capture.let_change():
             self._modes.copying.on(CopyingEvent.WRITTEN)  # the warning comes when the base is given up, and only then
         self._saves.count(base_stall_s=self._scheduler.time() - began)
-        if base.published.done():
+        if base.published.done() or base.copied.exception() is not None:  # a failed one is given up at once
             await self.finish()
 
     async def finish(self) -> None:

@@ -65,7 +65,7 @@ EDGES = (
     "replicas",
 )
 
-RESUMES = (
+ATTACHED = (
     "attached-and-skipping",
     "written-after-the-step",
     "set-after-the-step-lr",
@@ -80,6 +80,9 @@ RESUMES = (
     "pipeline-meets-by-the-clock",
     "pipeline-meets-without-a-shared-tier",
     "pipeline-wrapped-by-others",
+)
+
+RESUMES = (
     "zero0-fp32-software",
     "zero1-fp32-software",
     "zero2-fp32-software",
@@ -134,6 +137,11 @@ def edges(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
+def attached(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("attached"), "worker", "attached", ranks=RANKS)
+
+
+@pytest.fixture(scope="module")
 def resumes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(forks, tmp_path_factory.mktemp("resumes"), "worker", "resumes", ranks=RANKS)
 
@@ -158,6 +166,11 @@ def test_edge(edges: Results, check: str) -> None:
     holds(edges, check)
 
 
+@pytest.mark.parametrize("check", ATTACHED)
+def test_what_a_loop_does_beside_its_steps_is_resumed(attached: Results, check: str) -> None:
+    holds(attached, check)
+
+
 @pytest.mark.parametrize("check", RESUMES)
 def test_attach_fail_attach_again_and_go_on(resumes: Results, check: str) -> None:
     holds(resumes, check)
@@ -175,8 +188,9 @@ def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(indexes: Resu
 
 
 def test_every_check_of_the_worker_is_listed_here(
-    replays: Results, edges: Results, resumes: Results, compressed: Results, indexes: Results
+    replays: Results, edges: Results, attached: Results, resumes: Results, compressed: Results, indexes: Results
 ) -> None:
+    assert set(attached[0]) <= set(ATTACHED)
     assert set(indexes[0]) <= set(INDEXES)
     assert set(compressed[0]) <= set(COMPRESSED)
     assert set(resumes[0]) <= set(RESUMES)

@@ -1,6 +1,6 @@
 """What each rank of ``test_provider`` runs: every check of one launch, one after another.
 
-Arguments: ``DIRECTORY (replays | edges | resumes | compressed | indexes | CHECK)...``; writes
+Arguments: ``DIRECTORY (replays | edges | attached | resumes | compressed | indexes | CHECK)...``; writes
 ``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
 """
 
@@ -27,6 +27,7 @@ from tests.cluster.deepspeed.resume import resumes
 from tests.forks import join
 from tests.servers.agents import EAGER
 
+FAILURES = ("-software", "-node", "-rack")
 Check = Callable[[], Iterable[str]]
 
 
@@ -43,7 +44,8 @@ def main() -> None:
     sets = {
         "replays": list(replays),
         "edges": list(EDGES),
-        "resumes": list(attached),
+        "attached": [name for name in attached if not name.endswith(FAILURES)],
+        "resumes": [name for name in attached if name.endswith(FAILURES)],
         "compressed": list(lossy),
         "indexes": list(INDEXES),
     }

@@ -46,11 +46,13 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_driver, "mount_of", lambda path: Mount(path, "nfs4", frozenset()))
 
 
-def trained(hierarchy: Hierarchy, last: int, **config: Any) -> Checkpointer:
+def trained(hierarchy: Hierarchy, last: int, *, flushed: bool = False, **config: Any) -> Checkpointer:
     training = Training()
     checkpointer = training.attach(hierarchy, base_every=2, **config)
     for version in range(checkpointer.version + 1, last + 1):
         training.step(version)
+    if flushed:
+        checkpointer.flush()
     checkpointer.abort()
     return checkpointer
 
@@ -78,7 +80,7 @@ def test_a_job_that_begins_anew_on_request_is_not_told_that_nothing_was_found(
     tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     hierarchy = Hierarchy.of(memory(), f"nvme://{tmp_path}?survives=rack")
-    trained(hierarchy, 3)
+    trained(hierarchy, 3, flushed=True)
     lines(said, logging.INFO)
     Training().attach(hierarchy, fresh=True).abort()
     (line,) = lines(said, logging.INFO)
