@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import json
 import os
+import socket
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -270,6 +274,81 @@ async def test_facts_that_are_no_texts_are_found() -> None:
 
     with pytest.raises(AssertionError):
         await Kit().test_facts_are_short_texts()
+
+
+class SleepingDriver(MemoryDriver):
+    """Tries again after a while."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        time.sleep(0.001)  # noqa: ASYNC251
+        return await super().put(key, payload, mode=mode)
+
+
+class ConnectingDriver(MemoryDriver):
+    """Has a client library that is not asynchronous."""
+
+    async def stat(self, key: str) -> ObjectInfo:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+            return await super().stat(key)
+
+
+class ConnectingOnceDriver(MemoryDriver):
+    async def open(self) -> None:
+        await super().open()
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+            pass
+
+
+class ImportingDriver(MemoryDriver):
+    """Imports what it needs late, as all should, and waits as all should."""
+
+    async def open(self) -> None:
+        await super().open()
+        await asyncio.to_thread(time.sleep, 0.001)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        sys.modules.pop("this", None)
+        with contextlib.redirect_stdout(io.StringIO()):
+            import this  # noqa: F401
+        return await super().put(key, payload, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (SleepingDriver, r"time.sleep\(0.001\)\n.* in put\n.*time.sleep"),
+        (ConnectingDriver, r"socket.connect\(.*\n.* in stat\n"),
+        (ConnectingOnceDriver, r"socket.connect\(.*\n.* in open\n"),
+        (ImportingDriver, None),
+    ],
+)
+async def test_a_driver_that_waits_on_the_event_loop_is_found(kind: type[MemoryDriver], told: str | None) -> None:
+    class Kit(MemoryTests):
+        async def make_driver(self) -> TierDriver:
+            return kind()
+
+    with contextlib.nullcontext() if told is None else pytest.raises(AssertionError, match=told):
+        await Kit().test_no_call_waits_on_the_event_loop()
+    before = time.sleep
+    time.sleep(0.001)  # noqa: ASYNC251  (nobody is told)
+    assert before is time.sleep
+
+
+@pytest.mark.parametrize(("survives", "is_found"), [(Survives.NODE, True), (Survives.PROCESS, False)])
+async def test_files_are_waited_for_by_what_outlives_the_node(
+    tmp_path: Path, survives: Survives, is_found: bool
+) -> None:
+    class Driver(NaiveDriver):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(survives=survives, conditional_put=True)
+
+    class Kit(NaiveKit):
+        async def make_driver(self) -> TierDriver:
+            return Driver(tmp_path / "tier")
+
+    with pytest.raises(AssertionError, match=r"open\(.*\n.* in put\n") if is_found else contextlib.nullcontext():
+        await Kit().test_no_call_waits_on_the_event_loop()
 
 
 class NaiveKit(TierDriverTests):

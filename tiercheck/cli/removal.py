@@ -138,4 +138,6 @@ def tell(removal: Removal, *, done: bool, as_json: bool) -> None:
         cannot = "cannot" if done else "could not"
         console.print(Text(f"Versions that {cannot} be read any more: {spans_text(removal.lost)}", style="yellow"))
     console.print(Text(f"Versions that stay: {spans_text(removal.versions)}"))
-    show_problems(console, removal.refused)
+    if removal.refused:
+        console.print(Text("What stays although the options do not keep it:"))
+        show_problems(console, [f"  {each}" for each in removal.refused])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.wrapped import WRAPPERS_MAX
@@ -16,13 +15,16 @@ from tiercheck.streams.tensors.beside import Beside
 
 __all__ = ["refuse_forgotten_scaler", "refuse_forgotten_scheduler", "scheduled_wrappers"]
 
+SCHEDULED = "_wrapped_by_lr_sched"
+"""What torch's learning-rate schedulers leave at the ``step`` of their optimizer."""
+
 
 def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
     """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` if one has
     done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in."""
     if scheduler is not None:
         return
-    scheduled = [each for each in optimizers if hasattr(each.step, "_wrapped_by_lr_sched")]
+    scheduled = [each for each in optimizers if hasattr(each.step, SCHEDULED)]
     if not scheduled:
         return
     given = [getattr(part, "optimizer", None) for each in beside.given() for part in (each, *_parts(each))]
@@ -34,14 +36,33 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
         )
 
 
-def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """What wraps the optimizer and has a learning-rate scheduler of its own. The optimizer does not know its wrappers,
-    such as Hugging Face Accelerate's, so that all objects there are have to be asked (0.1 s a million)."""
-    for each in gc.get_objects():
-        if issubclass(type(each), LRScheduler):  # not isinstance: that asks the object, and some answer with code
-            wrapper = getattr(each, "optimizer", None)
-            if wrapper is not optimizer and _is_behind(optimizer, wrapper):
-                yield wrapper
+    such as Hugging Face Accelerate's, so that the garbage collector is asked who holds it (0.1 s a million objects).
+
+    It is not asked for all objects there are (``gc.get_objects``): among them are tuples that other threads are just
+    making, which they then cannot finish (https://github.com/python/cpython/issues/39117).
+    """
+    held: list[torch.optim.Optimizer] = [optimizer]
+    for _ in range(WRAPPERS_MAX):
+        found = [each for each in _holders(held) if _is_optimizer(each)]
+        held = [each for each in found if any(getattr(each, "optimizer", None) is one for one in held)]
+        if not held:
+            break
+        yield from (each for each in held if hasattr(each.step, SCHEDULED))
+
+
+def _is_optimizer(each: object) -> TypeGuard[torch.optim.Optimizer]:
+    """By its type, and not by ``isinstance``: that asks the object, and some answer with code."""
+    return issubclass(type(each), torch.optim.Optimizer)
+
+
+def _holders(held: Sequence[object]) -> Iterator[object]:
+    """Objects that have one of these as an attribute, and others."""
+    referrers = gc.get_referrers(*held)
+    yield from referrers
+    if attributes := [each for each in referrers if type(each) is dict]:
+        yield from gc.get_referrers(*attributes)
 
 
 def refuse_forgotten_scaler(beside: Beside) -> None:
@@ -60,14 +81,6 @@ def refuse_forgotten_scaler(beside: Beside) -> None:
         "a GradScaler makes the optimizer's step and is not attached, so that its scale would begin anew after a "
         "failure: pass it as scaler= (or, if another object saves it, that)"
     )
-
-
-def _is_behind(optimizer: torch.optim.Optimizer, wrapper: Any) -> bool:
-    for _ in range(WRAPPERS_MAX):
-        if wrapper is optimizer or wrapper is None:
-            break
-        wrapper = getattr(wrapper, "optimizer", None)
-    return wrapper is optimizer
 
 
 def _parts(holder: Any) -> Iterable[Any]:

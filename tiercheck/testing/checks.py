@@ -9,6 +9,7 @@ that is the kit's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -21,10 +22,14 @@ from tiercheck.types import ByteRange, ObjectInfo, PutMode, Survives
 
 __all__ = ["CHECKS", "Broken", "Check", "check_tier"]
 
+log = logging.getLogger(__name__)
+
 LARGE_NBYTES = 9 << 20
 """More than most drivers' part, and little enough for any tier."""
 CHECK_S = 60.0
 """What a single check may take."""
+LATE_S = 10.0
+"""What a check may take after one that was not done in time: a tier that hangs is known to by then."""
 
 
 class Broken(Exception):
@@ -41,6 +46,8 @@ class Check:
     message: str
     seconds: float
     error: str = ""
+    late: bool = False
+    """It was not done in time."""
 
 
 @dataclass(frozen=True)
@@ -245,31 +252,39 @@ CHECKS: tuple[tuple[str, Callable[[CheckContext], Awaitable[str]]], ...] = (
 
 async def check_tier(scratch: Scratch, second: TierDriver, *, check_s: float = CHECK_S) -> tuple[Check, ...]:
     """Every check in turn, under ``scratch``. ``second`` is another client of the tier, not open; it is closed at the
-    end. One check that fails, or takes longer than ``check_s``, does not keep the next from running.
+    end. One check that fails, or takes longer than ``check_s``, does not keep the next from running; but after one that
+    takes longer they have ``LATE_S`` at most.
 
     Errors: those of opening ``second``.
     """
     async with second:
         context = CheckContext(scratch.driver, second, scratch.prefix)
-        return tuple([await run(name, check, context, check_s) for name, check in CHECKS])
+        checks: list[Check] = []
+        for name, check in CHECKS:
+            checks.append(await run(name, check, context, check_s))
+            if checks[-1].late and check_s > LATE_S:
+                check_s = LATE_S
+                message = "%s: %s: %s; the checks that follow have %g s each"
+                log.warning(message, scratch.driver.url, name, checks[-1].message, check_s)
+        return tuple(checks)
 
 
 async def run(
     name: str, check: Callable[[CheckContext], Awaitable[str]], context: CheckContext, check_s: float
 ) -> Check:
-    began, kind = time.monotonic(), ""
+    began, kind, late = time.monotonic(), "", False
     try:
-        async with asyncio.timeout(check_s):
+        async with asyncio.timeout(check_s) as deadline:
             message = await check(context)
     except Broken as error:
         passed, message = False, str(error)
-    except TimeoutError:
-        passed, message = False, f"not done within {check_s:.0f} s"
     except TierCheckError as error:
         kind = type(error).__name__
         passed, message = False, f"{kind}: {error}"
     except Exception as error:  # noqa: BLE001  (a foreign exception at the driver's edge is what is reported)
-        passed, message = False, f"a foreign {type(error).__name__} reached the caller: {error}"
+        passed, late = False, isinstance(error, TimeoutError) and deadline.expired()
+        foreign = f"a foreign {type(error).__name__} reached the caller: {error}"
+        message = f"not done within {check_s:g} s" if late else foreign
     else:
         passed = True
-    return Check(name, passed, message, time.monotonic() - began, kind)
+    return Check(name, passed, message, time.monotonic() - began, kind, late)

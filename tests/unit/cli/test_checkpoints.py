@@ -18,8 +18,11 @@ from typer.testing import CliRunner
 import tiercheck
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.shared_memory import root_of
+from tiercheck.archive.change.removal import Removal
+from tiercheck.archive.inventory import Inventory
 from tiercheck.cli import commands
 from tiercheck.cli.checkpoints import with_version
+from tiercheck.cli.removal import tell
 from tiercheck.errors import RecoveryError
 from tiercheck.tiers.shm.namespaces import hold_namespace, release_namespace
 
@@ -183,6 +186,15 @@ def test_copy_brings_a_version_elsewhere_and_fails_if_something_was_left_out(lef
     left.flip("r00000/g000001/base/*")
     assert told("copy", left.url, target, "--all", code=1)["damaged"]
     assert told("ls", target)["problems"] == []
+
+
+def test_what_stays_all_the_same_is_not_taken_for_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    removal = Removal(Inventory(()), {}, ("base 3 of generation 1: a copy of another rank is needed",))
+    tell(removal, done=False, as_json=False)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "What stays although the options do not keep it:",
+        "  base 3 of generation 1: a copy of another rank is needed",
+    ]
 
 
 def test_prune_says_what_would_go_and_does_it_only_when_told(left: Left) -> None:

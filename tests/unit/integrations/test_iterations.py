@@ -3,6 +3,7 @@ says that it may not be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.unit.opening.test_attach import Accelerated
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.forgotten import scheduled_wrappers
 from tiercheck.runtime.front import run
 
 LAST = 6
@@ -280,6 +282,21 @@ def test_a_scheduler_of_what_wraps_the_attached_optimizer_is_not_forgotten_eithe
         loop.attach(Hierarchy.of(memory()))
     loop.attach(Hierarchy.of(memory()), stateful={"it": AcceleratedScheduler(scheduler)})
     loop.step(1)
+
+
+def test_who_looks_for_wrappers_keeps_nobody_from_finishing_a_tuple() -> None:
+    """A tuple that another thread is making can be seen by the garbage collector. If anything holds it, it cannot get
+    its length, and that thread has a ``SystemError``. Here the tuple's own parts do the looking."""
+    optimizer = Training().optimizer
+    wrapper = Accelerated(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(wrapper, 2)
+    looking = scheduled_wrappers(optimizer)
+
+    def parts() -> Iterator[object]:
+        yield next(looking)
+        yield scheduler
+
+    assert tuple(parts()) == (wrapper, scheduler)
 
 
 @pytest.mark.parametrize("argument", ["scheduler", "stateful", "after_step"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +29,15 @@ def on_all_ranks(world_size: int, act: Any) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
+    for outcome in outcomes:
+        if isinstance(outcome, RanksLate):
+            for rank in outcome.late:  # why they were
+                outcome.add_note(f"rank {rank}: {told(outcomes[rank])}")
     return outcomes
+
+
+def told(outcome: object) -> str:
+    return "".join(traceback.format_exception(outcome)) if isinstance(outcome, Exception) else repr(outcome)
 
 
 def test_everyone_gets_everyones_message() -> None:

@@ -12,8 +12,9 @@ import pytest
 from tests.unit.diagnostics.test_doctor import examine
 from tiercheck.diagnostics import doctor
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
+from tiercheck.testing import checks
 from tiercheck.testing.describe import Option, describe
-from tiercheck.testing.scratch import PAGE, opened, remove_all, scratch
+from tiercheck.testing.scratch import PAGE, Scratch, opened, remove_all, scratch
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
@@ -231,3 +232,45 @@ def test_a_driver_that_needs_more_than_its_form_is_described_as_far_as_it_goes()
     assert found.capabilities is None
     with pytest.raises(ValueError, match="demanding"):
         found.capabilities_table()
+
+
+class HangingDriver(MemoryDriver):
+    """Answers no listing."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        await asyncio.Event().wait()
+        async for each in super().list(prefix):
+            yield each
+
+
+class ImpatientDriver(MemoryDriver):
+    """Has a deadline of its own, and lets it through."""
+
+    async def stat(self, key: str) -> ObjectInfo:
+        raise TimeoutError("mine")
+
+
+async def test_after_one_check_that_is_not_done_in_time_the_others_have_less(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checks, "LATE_S", 0.01)
+    monkeypatch.setattr(checks, "CHECKS", [each for each in checks.CHECKS if each[0] in ("keys", "listing")] * 2)
+    async with HangingDriver(name) as driver:
+        found = await checks.check_tier(Scratch(driver, "here/"), MemoryDriver(name), check_s=0.1)
+    MemoryDriver.forget(name)
+    assert [(each.name, each.passed, each.late, each.message) for each in found if not each.passed] == [
+        ("listing", False, True, "not done within 0.1 s"),
+        ("listing", False, True, "not done within 0.01 s"),
+    ]
+    assert len(found) == 4
+    assert [each.getMessage() for each in caplog.records] == [
+        f"memory://{name}: listing: not done within 0.1 s; the checks that follow have 0.01 s each"
+    ]
+
+
+async def test_a_deadline_of_the_driver_s_is_not_the_check_s(name: str) -> None:
+    async with ImpatientDriver(name) as driver:
+        found = await checks.check_tier(Scratch(driver, "here/"), MemoryDriver(name))
+    MemoryDriver.forget(name)
+    (check,) = [each for each in found if each.name == "round trip"]
+    assert (check.late, check.message) == (False, "a foreign TimeoutError reached the caller: mine")

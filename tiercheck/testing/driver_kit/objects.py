@@ -13,9 +13,10 @@ import pytest
 from tiercheck.errors import Closed, NotFound, Unsupported
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.turns import in_turns
+from tiercheck.testing.blocking import waits_on_this_thread
 from tiercheck.testing.driver_kit.base import TierKit
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.types import ByteRange, Payload
+from tiercheck.types import ByteRange, Payload, Survives
 
 __all__ = ["BAD_KEYS", "GOOD_KEYS", "ObjectTests"]
 
@@ -67,6 +68,32 @@ class ObjectTests(TierKit):
             assert await self.content(driver, "a") == b"x"
         await driver.close()
         await self.check_closed(driver)
+
+    async def test_no_call_waits_on_the_event_loop(self) -> None:
+        """All tiers of a process share one event loop: what waits for a disk or a network does so in a thread, or by
+        ``await``. A tier that lives in a node's memory may call the file system that is there."""
+        driver = await self.make_driver()
+        in_memory = driver.capabilities.survives <= Survives.PROCESS or driver.capabilities.mappable
+        with waits_on_this_thread(files=False) as at_open:
+            await driver.open()
+        try:
+            large = random.Random(7).randbytes(self.large_nbytes)
+            with waits_on_this_thread(files=not in_memory) as at_calls:
+                await driver.put("some/large", [large[:1000], large[1000:]])
+                await driver.put("some/small", [b"small"])
+                assert await self.content(driver, "some/large") == large
+                into = memoryview(bytearray(self.large_nbytes))
+                assert bytes(await driver.get("some/large", into=into)) == large
+                assert (await driver.stat("some/small")).nbytes == len(b"small")
+                assert await self.keys(driver, "some/") == ["some/large", "some/small"]
+                await driver.usage()
+                await driver.leftovers()
+                await driver.delete(["some/large", "some/small"])
+        finally:
+            with waits_on_this_thread(files=False) as at_close:
+                await driver.close()
+        found = "".join([*at_open, *at_calls, *at_close])
+        assert not found, f"what waits must not do so on the event loop (asyncio.to_thread can do it):\n{found}"
 
     async def check_closed(self, driver: TierDriver) -> None:
         calls: list[Callable[[], Awaitable[object]]] = [
