@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import SupportsIndex
 
 __all__ = ["waits_on_this_thread"]
 
@@ -95,7 +96,7 @@ def _sleeps_told() -> Iterator[None]:
     """Python tells of sleeps since 3.13."""
     sleep = time.sleep
 
-    def told(seconds: float) -> None:
+    def told(seconds: float | SupportsIndex) -> None:
         sys.audit("time.sleep", seconds)
         sleep(seconds)
 
