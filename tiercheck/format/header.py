@@ -297,8 +297,7 @@ def header_texts(
     metadata: ShardMetadata, extents: Sequence[Extent], recurring: tuple[Buffer, Buffer] = (b"", b"")
 ) -> list[Buffer]:
     """The header's JSON, to be joined: every string, then every tensor."""
-    if len(extents) > TENSORS_MAX:
-        raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
+    _check_count(len(extents))
     strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
     strings |= {name: str(getattr(metadata, name)) for name in _NUMBERS}
     if metadata.refers_to:
@@ -309,6 +308,11 @@ def header_texts(
     described = {extent.spec.name: description_of(extent) for extent in extents}
     shard = f'{{"{METADATA}":{COMPACT.encode(strings)[:-1]}'.encode("ascii")
     return [shard, recurring[0], appended(more), b"}", recurring[1], appended(described), b"}"]
+
+
+def _check_count(extents: int) -> None:
+    if extents > TENSORS_MAX:
+        raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {extents}: split it")
 
 
 def appended(values: Mapping[str, object]) -> bytes:
@@ -345,9 +349,11 @@ def worst_case_nbytes(
     extents = [Extent(spec, NBYTES_MAX, _ZEROS) for spec in tensors]
     # An object is U8: its offsets and its one dimension have at most as many digits as NBYTES_MAX.
     extents += [Extent(TensorSpec(OBJECT_PREFIX + name, "U8", (NBYTES_MAX,)), 0, _ZEROS) for name in objects]
-    extents += [Extent.padding(len(extents) + index, NBYTES_MAX, ALIGNMENT) for index in range(len(extents))]
+    _check_count(2 * len(extents))
+    longest = Extent.padding(2 * len(extents), NBYTES_MAX, ALIGNMENT)  # one may come before each
+    paddings = len(extents) * len(appended({longest.spec.name: description_of(longest)}))
     slack = len(refers) + len(extents) * len(str(NBYTES_MAX))  # the objects' start offsets, counted above as one digit
-    return round_up(LENGTH_NBYTES + sum(map(len, header_texts(worst, extents))) + slack)
+    return round_up(LENGTH_NBYTES + sum(map(len, header_texts(worst, extents))) + paddings + slack)
 
 
 # Reading

@@ -267,10 +267,11 @@ class ModuleProvider:
             set_options(group, options)
 
     def _refuse_what_cannot_be_saved(self) -> None:
+        updated = set(self._parameter_ids)
         others = [
             name
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in self._parameter_ids
+            if parameter.requires_grad and id(parameter) not in updated
         ]
         if others:
             raise UnsupportedSetup(
