@@ -90,12 +90,11 @@ class Job:
 
     def live(self, name: str, *dies: tuple[str, int], attached: bool = True) -> list[int]:
         """Train in processes of their own until they end or one is killed. Returns how each ended."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        ranks = [fork.Process(target=self._rank, args=(name, rank, port, dies, attached)) for rank in range(self.ranks)]
-        for each in ranks:
-            each.start()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            place = [(name, rank, listener, dies, attached) for rank in range(self.ranks)]
+            ranks = [fork.Process(target=self._rank, args=each) for each in place]
+            for each in ranks:
+                each.start()
         watched: dict[Any, BaseProcess] = {each.sentinel: each for each in ranks}
         while watched:
             for sentinel in (ended := wait(list(watched), timeout=DEADLINE_S)):
@@ -109,11 +108,11 @@ class Job:
         """What each rank had at the end of a life that was not killed."""
         return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.ranks)]
 
-    def _rank(self, name: str, rank: int, port: int, dies: Sequence[tuple[str, int]], attached: bool) -> None:
+    def _rank(
+        self, name: str, rank: int, listener: socket.socket, dies: Sequence[tuple[str, int]], attached: bool
+    ) -> None:
         if self.ranks > 1:
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
-            os.environ |= {key: str(value) for key, value in own.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            join(rank, self.ranks, listener)
         trainer = self.trainer(name)
         job = None
         if attached:
@@ -143,6 +142,16 @@ class Job:
             eval_dataset=Tokens(8, 2),
             callbacks=[make() for make in self.callbacks],
         )
+
+
+def join(rank: int, ranks: int, listener: socket.socket) -> None:
+    """As under torchrun, but that rank 0 takes over a socket that listens already: nobody else can have its port."""
+    port = listener.getsockname()[1]
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in own.items()}}
+    extra = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())} if rank == 0 else {}
+    store = torch.distributed.TCPStore("127.0.0.1", port, ranks, **extra)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
