@@ -329,8 +329,8 @@ async def test_a_request_is_broken_off_in_the_end(node: Node, monkeypatch: pytes
 
     monkeypatch.setattr(Agent, "_status_json", never)
     async with Agent(node.settings(), make_peer_server=fake_peer), await connect_agent(node.name) as client:
-        with pytest.raises(DeadlineExceeded, match=r"Status took over 0\.3\d+ s"):
-            await client.status(deadline_s=0.5)
+        with pytest.raises(DeadlineExceeded, match=r"Status took over [12]\.\d+ s"):
+            await client.status(deadline_s=3.0)
 
 
 @given(st.sampled_from(REQUESTS), st.sampled_from([0.0, 0.1, 1.0, 30.0, 600.0]) | st.floats(0.01, 600.0))
