@@ -22,7 +22,7 @@ import torch
 
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig, refuse_other_kind
-from tiercheck.errors import ConfigurationError, UnsupportedSetup
+from tiercheck.errors import ConfigurationError, SaveError, UnsupportedSetup
 from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.job import OpenedJob
@@ -34,6 +34,7 @@ from tiercheck.recording.stats import Stats
 from tiercheck.recovery.report import Recovery
 from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
+from tiercheck.runtime.shutdown import threads_have_ended
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.stage import PipelineStage
@@ -83,22 +84,27 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._on_end_iteration: list[Callable[[bool], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._process = os.getpid()
-        self._opened = run(
-            open_job(
-                TensorState(provider, self.config, loading, stage),
-                hierarchy,
-                group=BlockingGroup(group or SingleProcess()),
-                runtime=of_this_process(),
-                find_agent=AgentSession.of,
-                fold_process=trainers_process,
-                config=self.config,
-                policies=policies,
-                request=request,
-                caveats=caveats,
-                before_bases=before_bases,
-                on_lost_stage=on_lost_stage,
+        runtime = of_this_process()
+        try:
+            self._opened = run(
+                open_job(
+                    TensorState(provider, self.config, loading, stage),
+                    hierarchy,
+                    group=BlockingGroup(group or SingleProcess()),
+                    runtime=runtime,
+                    find_agent=AgentSession.of,
+                    fold_process=trainers_process,
+                    config=self.config,
+                    policies=policies,
+                    request=request,
+                    caveats=caveats,
+                    before_bases=before_bases,
+                    on_lost_stage=on_lost_stage,
+                )
             )
-        )
+        except BaseException:  # an interrupt may come before the job has taken it over
+            run(runtime.scheduler.close())
+            raise
 
     @property
     def version(self) -> int:
@@ -151,9 +157,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def close(self) -> None:
         """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent. Errors:
         as :meth:`flush`, and ``RecoveryError`` if another rank could not; everything is given back all the same. In a
-        process that was forked from the one that attached it does nothing: all of it is that one's."""
+        process that was forked from the one that attached it does nothing: all of it is that one's. In a function of
+        ``atexit`` it is too late: ``SaveError``."""
         if self._is_forked or self._opened.resources.given_back:
             return
+        if threads_have_ended():
+            raise SaveError(
+                "nothing can be flushed: the interpreter ends its threads before it calls functions of atexit; "
+                "what was captured stays in the first tier. Close the checkpointer at the end of the script, by a "
+                "'with' block or 'finally'"
+            )
         try:
             run(self._job.end(self._on_close))
         except BaseException as error:
@@ -164,8 +177,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def abort(self) -> None:
         """Give everything back without flushing. What was captured stays in the first tier. Idempotent. Errors: that of
         the first action of :meth:`on_end` that fails, when everything is given back. In a forked process: as
-        :meth:`close`."""
-        if self._is_forked:
+        :meth:`close`. In a function of ``atexit`` it leaves that to the end of the process."""
+        if self._is_forked or threads_have_ended():
             return
         if error := run(self._job.resources.give_back()):
             raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,12 +169,13 @@ class Capabilities:
     """The longest key the driver takes, in UTF-8 bytes."""
 
 
-def bytes_text(nbytes: int) -> str:
-    """Bytes for people: ``1536`` to ``1.5 KiB``."""
+def bytes_text(nbytes: int, *, at_least: bool = False) -> str:
+    """Bytes for people: ``1536`` to ``1.5 KiB``. ``at_least``: rounded up, so that it is enough if it is given."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            tenths = math.ceil(10 * size) if at_least else round(10 * size)
+            return f"{size:.0f} {unit}" if unit == "B" else f"{tenths / 10:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable: the last unit takes every size")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,88 @@ def test_a_forked_process_saves_nothing_and_ends_nothing(hierarchy: Hierarchy) -
     assert again.checkpointer.recovery.version == FAILED_AT
     assert again.checkpointer.recovery.fidelity is Fidelity.EXACT
     assert again.state() == uninterrupted(LAST).state()
+
+
+def test_a_forked_process_may_attach_a_job_of_its_own(hierarchy: Hierarchy, tmp_path: Path) -> None:
+    job = Job()
+    job.attach(hierarchy)
+    job.train(2)
+    if not (child := os.fork()):
+        code = 1
+        try:
+            own = Job()
+            own.attach(Hierarchy.of(f"memory://forked-{uuid.uuid4().hex}", f"nvme://{tmp_path}/own?survives=rack"))
+            own.train(FAILED_AT)
+            assert own.checkpointer is not None
+            own.checkpointer.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    job.train(FAILED_AT)
+    assert job.checkpointer is not None
+    job.checkpointer.abort()
+
+
+def test_an_interrupt_before_the_job_is_open_leaves_no_thread(
+    hierarchy: Hierarchy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiercheck.checkpointer.open_job", interrupted)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        Job().attach(hierarchy)
+    assert set(threading.enumerate()) == before
+
+
+ENDS = """
+import atexit, os, sys
+from tests.jobs import Job
+from tiercheck.hierarchy import Hierarchy
+
+class Owner:
+    def __init__(self, checkpointer):
+        self.close = checkpointer.close
+
+    def __del__(self, write=os.write):
+        try:
+            self.close()
+        except Exception as error:
+            write(2, str(error).encode())
+
+job = Job()
+job.attach(Hierarchy.of(sys.argv[1], f"nvme://{sys.argv[2]}?survives=rack"), deadline_s=300)
+job.train(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("atexit.register(job.checkpointer.close)", "functions of atexit"),
+        ("owner = Owner(job.checkpointer)", "functions of atexit"),
+        ("atexit.register(job.checkpointer.abort)", ""),
+    ],
+    ids=["atexit", "del", "abort"],
+)
+def test_who_closes_when_the_interpreter_ends_is_told_that_it_is_too_late(
+    name: str, tmp_path: Path, end: str, said: str
+) -> None:
+    command = [sys.executable, "-W", "error", "-c", ENDS + end, f"shm://{name}?size=64MiB", str(tmp_path / "durable")]
+    environment = {**os.environ, "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stderr.count("functions of atexit") == bool(said), done.stderr
+    assert "cannot schedule" not in done.stderr
 
 
 def test_provider_and_checkpointer_can_be_used_without_an_integration(hierarchy: Hierarchy) -> None:

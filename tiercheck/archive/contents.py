@@ -10,7 +10,6 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.shards import from_any, read_object, read_references
-from tiercheck.errors import RecoveryError
 from tiercheck.format.container import ShardHeader, TensorSpec
 from tiercheck.format.header import OBJECT_PREFIX
 from tiercheck.format.references import References
@@ -47,9 +46,7 @@ class Contents:
 
 async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Recoverable, rank: int) -> Contents:
     """Errors: ``RecoveryError`` for a rank that the version does not have, or where no copy can be read."""
-    if not 0 <= rank < chosen.world_size:
-        ranks = f"{chosen.world_size} rank{'s' * (chosen.world_size != 1)}"
-        raise RecoveryError(f"version {chosen.version} is of {ranks}; there is no rank {rank}")
+    chosen.check_rank(rank)
     plan = chosen.plans[rank]
 
     async def of_base(

@@ -84,6 +84,12 @@ class Recoverable:
     def world_size(self) -> int:
         return len(self.points)
 
+    def check_rank(self, rank: int) -> None:
+        """Errors: ``RecoveryError`` if the version has no such rank."""
+        if not 0 <= rank < self.world_size:
+            ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+            raise RecoveryError(f"version {self.version} is of {ranks}; there is no rank {rank}")
+
 
 @dataclass(frozen=True)
 class Inventory:

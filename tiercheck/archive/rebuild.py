@@ -73,9 +73,10 @@ class StoredVersion:
     async def rebuild(self, rank: int, threads: int | None = None) -> RankState:
         """The rank's state at this version.
 
-        Errors: ``RecoveryError`` if a copy is damaged and there is no other; ``ConfigurationError`` if steps must be
-        replayed of an optimizer that is not known here; ``TierError``.
+        Errors: ``RecoveryError`` for a rank that the version does not have, and if a copy is damaged and there is no
+        other; ``ConfigurationError`` if steps must be replayed of an optimizer that is not known here; ``TierError``.
         """
+        self.chosen.check_rank(rank)
         point, own = self.chosen.points[rank], self.inventory.copies[rank]
         state = StoredReader(threads=threads)
         reader = Reader(self.hierarchy, rank, self.deadline_s, state, self.inventory.lineage(point.generation))

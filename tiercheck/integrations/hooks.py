@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -252,6 +253,14 @@ def attach_hooks(
 def attached() -> list[Checkpointer]:
     """The checkpointers that were attached in this thread and are not closed."""
     return list(vars(_attached).get("live", ()))
+
+
+def _leave_to_parent() -> None:
+    """What a forked child inherits stays the parent's; a model of its own it may attach."""
+    vars(_attached).clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def refuse_another() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.policy.first_tier import BASES_MAX, Holding, Sizes, holding
+from tiercheck.policy.first_tier import BASES_MAX, FOLD_EVERY_MIN, RECORDS_BESIDE, Holding, Sizes, holding
 from tiercheck.policy.observation import Role
 from tiercheck.policy.policies import CadencePolicy, EveryVersions
 from tiercheck.policy.recovery.agreement import needs_agreement
@@ -121,7 +121,7 @@ class Demand:
 
     def _in_all(self, nbytes: int) -> str:
         a_parameter = f" ({nbytes / self.parameters:.0f} bytes a trained parameter)" if self.parameters else ""
-        return f"{bytes_text(self.ranks * nbytes)} in all{a_parameter}"
+        return f"{bytes_text(self.ranks * nbytes, at_least=True)} in all{a_parameter}"
 
     def _ways_out(
         self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, foldable: bool
@@ -134,7 +134,9 @@ class Demand:
         if holding.sizes.supersedes:
             return ways  # the number of snapshots does not depend on the interval
         if holding.fold_every:
-            return [*ways, f"lower batch (now {config.batch})"] if config.batch > 1 else ways
+            least = holding.nbytes(BASES_MAX, FOLD_EVERY_MIN + RECORDS_BESIDE + holding.sizes.on_their_way)
+            helps = config.batch > 1 and self.ranks * least <= limit_bytes
+            return [*ways, f"lower batch (now {config.batch})"] if helps else ways
         by_versions = isinstance(cadence, EveryVersions)
         option = "base_every" if by_versions and not config.cadence else "the interval of cadence"
         interval = config.base_every

@@ -23,7 +23,18 @@ from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
 
-__all__ = ["BASES_MAX", "BASES_USUAL", "CONSTANTS_MAX", "Holding", "Sizes", "awaits_base", "held_up_by", "holding"]
+__all__ = [
+    "BASES_MAX",
+    "BASES_USUAL",
+    "CONSTANTS_MAX",
+    "FOLD_EVERY_MIN",
+    "RECORDS_BESIDE",
+    "Holding",
+    "Sizes",
+    "awaits_base",
+    "held_up_by",
+    "holding",
+]
 
 BASES_USUAL = 2
 """The newest one, and the next one while it is being made."""

@@ -241,12 +241,12 @@ class _Asked:
         beside = self.beside(stage)
         if len(beside) < 2:
             raise RecoveryError(
-                f"it is an end stage of {self.stages} and has not two neighbours; needs {Method.COPY_END} (CheckFree+) "
-                f"or {Method.ROLL_BACK}"
+                f'it is an end stage of {self.stages} and has not two neighbours; that takes "neighbours-and-ends" '
+                '(CheckFree+) or "older-base"'
             )
         gone = [each for each in beside if each in self.lost]
         if gone:
-            raise RecoveryError(f"its neighbour {gone[0]} is lost too; two in a row need {Method.ROLL_BACK}")
+            raise RecoveryError(f'its neighbour {gone[0]} is lost too; two in a row take "older-base"')
         return Substitute(
             stage, Method.AVERAGE, _shares({each: self.norms.get(each) for each in beside}, self.exponent)
         )
@@ -254,7 +254,7 @@ class _Asked:
     def copied(self, stage: int, method: Method) -> Substitute:
         left = [each for each in self.beside(stage) if each not in self.lost]
         if not left:
-            raise RecoveryError(f"no neighbour of it is left; needs {Method.ROLL_BACK}")
+            raise RecoveryError('no neighbour of it is left; that takes "older-base"')
         return Substitute(stage, method, (Share(left[0], 1.0),))
 
     def rolled_back(self, stage: int) -> Substitute:

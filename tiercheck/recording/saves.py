@@ -100,6 +100,9 @@ async def ask_mover(
     except JobConflict:
         raise
     except TierCheckError as error:
-        raise SaveError(f"{what}: {error}") from error
+        why = str(error) if str(error).startswith(what) else f"{what}: {error}"
+        if isinstance(error, DeadlineExceeded) and mover.status.holds_up not in why:
+            why += f" ({mover.status.holds_up})"
+        raise SaveError(why) from error
     finally:
         asking.cancel()  # of one that is done, and of one that nobody waits for any more

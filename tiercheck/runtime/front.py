@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,6 +72,8 @@ class ThreadScheduler:
         return self._loop.call(coroutine, what=what, deadline_s=deadline_s)
 
     async def ends(self, future: Future[Any], deadline_s: float | None) -> bool:
+        if sys.is_finalizing():  # no thread will ever end it
+            deadline_s = 0
         return future.done() or bool(concurrent.futures.wait([future], timeout=deadline_s).done)
 
     async def sleep(self, seconds: float) -> None:

@@ -175,8 +175,8 @@ class TorchGroup:
         except RuntimeError as error:
             text = _first_line(error)
             late = [self._members[each] for each in (_ranks_named(text, self.world_size) if self.rank == 0 else (0,))]
-            is_early = self.rank == 0 and time.monotonic() - began < deadline_s / 2  # nobody has waited for so long
-            if is_early or "Connection closed" in text or "reset by peer" in text:
+            is_early = time.monotonic() - began < deadline_s / 2  # nobody has waited for so long
+            if is_early or any(broken in str(error) for broken in ("Connection closed", "reset by peer")):
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
             raise RanksLate(

@@ -27,6 +27,7 @@ HELD_S = 0.05
 """A line that is the same after so long holds the loop."""
 WAITS = selectors.DefaultSelector.select.__code__
 """What a loop is in that has nothing to do."""
+ENDS = "the interpreter is ending, and its threads run no more; close the checkpointer at the end of the script"
 CANCELLING = "tiercheck-cancels-what-runs"
 
 
@@ -35,6 +36,7 @@ class LoopThread:
 
     def __init__(self, name: str = "tiercheck") -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_debug(False)  # what a user's PYTHONASYNCIODEBUG is to tell of is the user's loop
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -57,6 +59,9 @@ class LoopThread:
 
     def result(self, future: concurrent.futures.Future[T], *, what: str, deadline_s: float) -> T:
         """Wait for what :meth:`submit` has returned. Errors: as :meth:`call`."""
+        if sys.is_finalizing():
+            future.cancel()
+            raise DeadlineExceeded(f"{what} cannot be done: {ENDS}")
         try:
             return future.result(timeout=deadline_s)
         except concurrent.futures.TimeoutError:
@@ -71,7 +76,7 @@ class LoopThread:
         Errors: ``DeadlineExceeded`` if what was cancelled does not end, or a call to the operating system, such as one
         to a hung file system, does not return; its thread stays, and the loop with it.
         """
-        if self._closed:
+        if self._closed or sys.is_finalizing():
             return
         self._closed = True
         try:

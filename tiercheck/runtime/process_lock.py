@@ -73,6 +73,7 @@ def holder_of(url: str, rank: int) -> str | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone would not do: a child may be forked just now
     except BlockingIOError:
         return _read(descriptor)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 
-__all__ = ["process_ends"]
+__all__ = ["process_ends", "threads_have_ended"]
 
 
 def process_ends(error: BaseException) -> bool:
@@ -13,8 +13,11 @@ def process_ends(error: BaseException) -> bool:
     each: BaseException | None = error
     while each is not None and not isinstance(each, RuntimeError):
         each = each.__cause__ or each.__context__
-    if each is None:
-        return False
+    return each is not None and threads_have_ended()
+
+
+def threads_have_ended() -> bool:
+    """Whether the interpreter shuts down: no thread takes work any more. Functions of ``atexit`` run after that."""
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pool.submit(int)

@@ -269,6 +269,37 @@ def check_found(job: Job) -> Iterator[str]:
     job.checkpointer.abort()
 
 
+def check_asked_later(job: Job, lost: int) -> Iterator[str]:
+    """The option is given for the first time after a crash, and then after the loss: no version holds norms."""
+    job.build(1)
+    checkpointer = job.attach(None)
+    job.train(LOST_AT)
+    state = job.own()
+    checkpointer.flush()
+    checkpointer.abort()
+
+    job.build(99)
+    recovery = job.attach("neighbours").recovery
+    job.checkpointer.abort()
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT, "exact"):
+        yield f"recovered {recovery}"
+    yield from differing("nothing is lost", state, job.own())
+
+    job.lose(lost)
+    job.build(98)
+    recovery = job.attach("neighbours").recovery
+    assert recovery is not None
+    if (recovery.version, recovery.fidelity) != (LOST_AT, "approximate"):
+        yield f"then recovered {recovery}"
+    made = f"0.5 of stage {lost - 1} and 0.5 of stage {lost + 1}, alike, since the version does not hold the gradients'"
+    yield from missing(" ".join(recovery.notes), made)
+    if job.stage != lost:
+        yield from differing("survivor", state, job.own())
+    job.train(LOST_AT + 1)
+    job.checkpointer.close()
+
+
 def check_refused(job: Job) -> Iterator[str]:
     """At the start, and not when a stage is lost."""
     job.build(1, apart=True)
@@ -287,6 +318,7 @@ CASES: dict[str, tuple[str, Callable[[Job], Iterator[str]]]] = {
     "plain": ("plain", lambda job: check_made(job, 3, LostStage(steps=2))),
     "copies": ("copies", lambda job: check_made(job, 1, LostStage(exponent=1.0, learning_rate=1.25))),
     "one-copy": ("copies", check_found),
+    "asked-later": ("plain", lambda job: check_asked_later(job, 2)),
     "fsdp": ("fsdp", lambda job: check_made(job, 1, LostStage(moments="averaged"))),
     "refused": ("plain", check_refused),
 }

@@ -179,6 +179,9 @@ def test_an_empty_place_has_nothing(tmp_path: Path) -> None:
 def test_a_rank_that_the_version_does_not_have_is_refused(finished: Left) -> None:
     with tiercheck.open(finished.url) as archive, pytest.raises(RecoveryError, match="of 2 ranks; there is no rank 2"):
         archive.show(rank=2)
+    for rank in (2, -1):
+        with tiercheck.open(finished.url) as archive, pytest.raises(RecoveryError, match=f"there is no rank {rank}"):
+            archive.rebuild(rank)
 
 
 def test_whatever_would_write_is_refused(finished: Left) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from tests.failing import Failing
 from tests.training import Training
@@ -180,10 +181,22 @@ def test_a_job_with_a_cadence_is_told_to_change_that() -> None:
     assert f"or lower {cadence}, or have bases folded" in refusal(cadence="every_versions?n=50", foldable=True)
 
 
-def test_a_batch_of_one_is_not_to_be_lowered() -> None:
+def test_a_batch_is_to_be_lowered_only_if_that_helps() -> None:
+    assert refusal(sizes=Sizes(100, 10, 10), fold_every=5, batch=4) == "give it more (size=), or lower batch (now 4)"
     large = Sizes(100, 90, 90)
-    assert refusal(sizes=large, fold_every=5, batch=4) == "give it more (size=), or lower batch (now 4)"
-    assert refusal(sizes=large, fold_every=5, batch=1) == "give it more (size=)"
+    assert [refusal(sizes=large, fold_every=5, batch=each) for each in (4, 1)] == ["give it more (size=)"] * 2
+
+
+@pytest.mark.parametrize("size", ["1MiB", "50KiB", "3MiB"])
+def test_the_room_that_a_refusal_names_is_enough(size: str) -> None:
+    large = Training()
+    large.model = torch.nn.Sequential(torch.nn.Linear(300, 301), torch.nn.Linear(301, 77))
+    large.optimizer = torch.optim.AdamW(large.model.parameters())
+    place = f"memory://named-{uuid.uuid4().hex}"
+    with pytest.raises(CapacityExceeded) as refused:
+        large.attach(Hierarchy.of(f"{place}?size={size}"), batch=5)
+    named = refused.value.message.partition(" in all")[0].rpartition(", ")[2].replace(" ", "")
+    large.attach(Hierarchy.of(f"{place}?size={named}"), batch=5).abort()
 
 
 class NeverReady(WrappingDriver):

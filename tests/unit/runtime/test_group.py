@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck.errors import DeadlineExceeded, GroupError, RanksLate
+from tiercheck.errors import DeadlineExceeded, GroupError, PeerLost, RanksLate
 from tiercheck.runtime.group import SimulatedGroup, SingleProcess, TorchGroup
 from tiercheck.runtime.loop_thread import LoopThread
 
@@ -76,6 +76,36 @@ def test_the_late_ranks_are_named() -> None:
     for thread in threads:
         thread.join()
     assert errors == [(1, 3), (1, 3)]
+
+
+class FakeDistributed(TorchGroup):
+    """Rank 1 of 2, without the others."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self._members = 1, 2, (0, 1)
+        self._group: Any = object()
+
+
+BROKEN = "Rank 1 successfully reached monitoredBarrier, but received errors.\n Original exception: \n[gloo] "
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline_s", "raised"),
+    [
+        (BROKEN + "Connection closed by peer [127.0.0.1]:55162", 0.0, PeerLost),
+        (BROKEN + "something that nobody waited for", 300.0, PeerLost),
+        (BROKEN + "Timed out waiting 0ms for recv operation", 0.0, RanksLate),
+    ],
+)
+def test_a_rank_that_has_died_is_no_rank_that_is_late(
+    monkeypatch: pytest.MonkeyPatch, error: str, deadline_s: float, raised: type[Exception]
+) -> None:
+    def barrier(**options: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr("torch.distributed.monitored_barrier", barrier)
+    with pytest.raises(raised):
+        FakeDistributed().all_gather(b"", what="the survey", deadline_s=deadline_s)
 
 
 def test_without_torch_distributed_the_message_says_what_to_do() -> None:

@@ -15,6 +15,7 @@ from tiercheck.agent.client.connection import AgentGone
 from tiercheck.agent.protocol.rundir import RunDirectory, lock_file
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.errors import ConfigurationError, DeadlineExceeded
+from tiercheck.tiers.posix.files import unlock_and_close
 
 __all__ = ["START_S_MAX", "start_detached", "starting"]
 
@@ -36,7 +37,7 @@ async def starting(run: RunDirectory, deadline_s: float) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        os.close(lock)
+        unlock_and_close(lock)
 
 
 async def start_detached(

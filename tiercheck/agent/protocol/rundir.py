@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.tiers.posix.files import unlock_and_close
 
 __all__ = ["NODE_DEFAULT", "RunDirectory", "default_node", "lock_file"]
 
@@ -109,7 +110,7 @@ class RunDirectory:
         descriptor = lock_file(self.lock, shared=True)
         if descriptor is None:
             return self.lock.read_text().partition(" ")[0]
-        os.close(descriptor)
+        unlock_and_close(descriptor)
         return None
 
     def say_who(self, lock: int, incarnation: str) -> None:

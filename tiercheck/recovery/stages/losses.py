@@ -12,7 +12,8 @@ __all__ = ["OPTION", "lost_in", "made_before", "newest_of"]
 
 OPTION = (
     '. The ranks of which nothing was found are stages of a pipeline: attach(..., on_lost_stage="neighbours") makes '
-    "them anew of their neighbours, and the others lose nothing. What comes of it is approximate"
+    'those anew that lie between two others ("neighbours-and-ends" the first and the last one, too; "older-base" takes '
+    "lost ones back to what is left of their own), and the others lose nothing. What comes of it is approximate"
 )
 """What the refusal of a pipeline with lost ranks says."""
 

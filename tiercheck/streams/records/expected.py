@@ -23,6 +23,7 @@ from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.tensors.as_bytes import DTYPES
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
+from tiercheck.streams.tensors.stage import NORMS
 from tiercheck.types import shown
 
 __all__ = ["Expected"]
@@ -173,6 +174,8 @@ class Expected:
             raise Corruption(f"its host state is a {type(found).__name__}")
         for key, here in self.host_state.items():
             saved = found.get(key)
+            if key == NORMS and saved is None:
+                continue  # they are measured only for jobs that ask for it, and a job may ask later
             if isinstance(here, dict) and not isinstance(saved, dict):
                 raise Corruption(f"its host state has a {type(saved).__name__} for {key!r}")
             if key in OPTIONS_HELD and self._are_options(here):

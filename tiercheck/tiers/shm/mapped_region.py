@@ -13,7 +13,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiercheck.tiers.shm.populate import populate_to_write
 
@@ -104,8 +104,8 @@ class MappedRegion:
         does, would write to the object.
         """
         exporter = self._exporter(nbytes)
-        # Not unlocked first: in a child that was forked meanwhile, this closes what the parent still reads.
-        weakref.finalize(exporter, os.close, fd).atexit = False
+        _lent_to_read[fd] = weakref.finalize(exporter, _close_lent, fd)
+        _lent_to_read[fd].atexit = False
         return memoryview(exporter).cast("B").toreadonly()
 
     @property
@@ -135,6 +135,27 @@ class MappedRegion:
     def _map_at(self, at: int, nbytes: int, fd: int, offset: int) -> None:
         prot = mmap.PROT_READ | mmap.PROT_WRITE
         _map(self.address + at, nbytes, prot, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+
+
+_lent_to_read: dict[int, weakref.finalize[..., Any]] = {}
+"""By the open file, what closes it."""
+
+
+def _close_lent(fd: int) -> None:
+    # Not unlocked first: another view may be of the same open file.
+    del _lent_to_read[fd]
+    os.close(fd)
+
+
+def _leave_to_parent() -> None:
+    """A forked child, such as a data loader's worker, would hold the locks of what its parent was just reading, and so
+    the memory, for as long as it lives."""
+    for fd, finalizer in list(_lent_to_read.items()):
+        finalizer.detach()
+        _close_lent(fd)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _map(address: int | None, nbytes: int, prot: int, flags: int, fd: int, offset: int) -> int:

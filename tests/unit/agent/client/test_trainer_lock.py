@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers.agents import Node, node
+from tiercheck.agent.client.start import starting
 from tiercheck.agent.client.trainer_lock import Trainer, TrainerLock, trainer_of, trainers
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import ConfigurationError, JobConflict
@@ -21,6 +22,23 @@ OWN = str(os.getpid())
 
 def files(run: RunDirectory) -> list[Path]:
     return list(run.root.glob("trainer-*"))
+
+
+async def test_a_child_that_is_forked_during_a_start_keeps_nobody_from_the_next_one(node: Node) -> None:
+    run = RunDirectory.of(node.name)
+    ended, end = os.pipe()
+    async with starting(run, 1.0):
+        if not (child := os.fork()):
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+    try:
+        async with starting(run, 1.0):
+            pass
+    finally:
+        os.close(end)
+        os.close(ended)
+        os.waitpid(child, 0)  # noqa: ASYNC222  (it has ended)
 
 
 def test_one_process_holds_a_rank_and_says_what_it_does(node: Node) -> None:

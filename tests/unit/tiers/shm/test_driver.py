@@ -179,6 +179,25 @@ class TestRaces:
         finally:
             child.end()
 
+    async def test_a_child_that_was_forked_during_a_read_holds_nothing_up(self, name: str) -> None:
+        """What is read is locked for as long as there is a view of it."""
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            reservation = await driver.reserve("a", MIB)
+            reservation.buffer[:] = b"1" * MIB
+            await reservation.publish()
+            first = inode(name, "a")
+            view = await driver.get("a")
+            child = Child()
+            try:
+                assert bytes(view) == b"1" * MIB
+                await driver.put("a", [b"2" * MIB])
+                view.release()
+                del view, reservation
+                await driver.put("b", [b"3" * MIB])
+                assert inode(name, "b") == first, "the file is free for reuse"
+            finally:
+                child.end()
+
     async def test_a_child_that_was_forked_during_a_look_holds_nothing_up(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
