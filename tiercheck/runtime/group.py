@@ -175,9 +175,16 @@ class TorchGroup:
         except RuntimeError as error:
             text = _first_line(error)
             late = [self._members[each] for each in (_ranks_named(text, self.world_size) if self.rank == 0 else (0,))]
-            is_early = time.monotonic() - began < deadline_s / 2  # nobody has waited for so long
-            if is_early or any(broken in str(error) for broken in ("Connection closed", "reset by peer")):
+            waited_s = time.monotonic() - began
+            is_early = waited_s < deadline_s / 2  # nobody has waited for so long
+            if (is_early and self.rank == 0) or "Connection closed" in text or "reset by peer" in text:
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
+            if is_early:  # rank 0 closes its connections to all when it waits no longer for one of them
+                raise RanksLate(
+                    f"{what}: rank {late[0]} has left rank {self._members[self.rank]} after {waited_s:.2g} s: it has "
+                    "died, or has given up on another rank, which its message names",
+                    late=late,
+                ) from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
             raise RanksLate(
                 f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
