@@ -38,12 +38,12 @@ from tiercheck.format.header import (
     encode_header,
     encode_header_into,
     round_up,
-    worst_case_nbytes,
 )
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
 from tiercheck.format.parts import Digests, Part, checksums_of, parts_of
 from tiercheck.format.recurring import Checksums, Recurring
+from tiercheck.format.room import header_room
 from tiercheck.types import Buffer
 
 __all__ = [
@@ -140,14 +140,6 @@ def payload(
         buffers.append(packed.data)
     header = encode_header(metadata, layout.with_checksums(checksums))
     return [header, *(buffer for buffer in buffers if len(buffer))]
-
-
-def header_room(
-    tensors: Iterable[TensorSpec], objects: Iterable[str] = (), notes: Mapping[str, str] | None = None
-) -> int:
-    """Bytes to reserve for the header of a shard with these tensors, object names and notes, whatever its
-    version, the order of its tensors and their offsets, and however they are shrunk later."""
-    return worst_case_nbytes(tuple(tensors), tuple(objects), tuple((notes or {}).items()))
 
 
 def shard_nbytes(

@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import index
 from types import MappingProxyType
 
@@ -35,21 +34,26 @@ __all__ = [
     "FILLING",
     "FORMAT",
     "HEADER_NBYTES_MAX",
+    "LENGTH_NBYTES",
+    "NBYTES_MAX",
     "OBJECT_PREFIX",
     "PADDING_PREFIX",
     "STORED_AS",
+    "ZEROS",
     "Extent",
     "HeaderTooLarge",
     "ShardHeader",
     "ShardMetadata",
     "TensorSpec",
+    "appended",
+    "check_count",
     "check_name",
     "decode_header",
     "description_of",
     "encode_header",
     "header_length",
+    "header_texts",
     "round_up",
-    "worst_case_nbytes",
 ]
 
 FORMAT = "tiercheck/2"
@@ -238,7 +242,7 @@ def check_notes(notes: Mapping[str, str]) -> None:
 
 _BEFORE_DIGEST = f'{{"{METADATA}":{{"format":"{FORMAT}","xxh3_64":"'.encode()
 _DIGEST = slice(LENGTH_NBYTES + len(_BEFORE_DIGEST), LENGTH_NBYTES + len(_BEFORE_DIGEST) + 16)
-_ZEROS = "0" * 16
+ZEROS = "0" * 16
 
 
 class HeaderTooLarge(ValueError):
@@ -297,8 +301,8 @@ def header_texts(
     metadata: ShardMetadata, extents: Sequence[Extent], recurring: tuple[Buffer, Buffer] = (b"", b"")
 ) -> list[Buffer]:
     """The header's JSON, to be joined: every string, then every tensor."""
-    _check_count(len(extents))
-    strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
+    check_count(len(extents))
+    strings = {"format": FORMAT, "xxh3_64": ZEROS, "stream": str(metadata.stream), "token": metadata.token}
     strings |= {name: str(getattr(metadata, name)) for name in _NUMBERS}
     if metadata.refers_to:
         strings["refers_to"] = keys.reference(metadata.refers_to)
@@ -310,7 +314,8 @@ def header_texts(
     return [shard, recurring[0], appended(more), b"}", recurring[1], appended(described), b"}"]
 
 
-def _check_count(extents: int) -> None:
+def check_count(extents: int) -> None:
+    """Errors: ``HeaderTooLarge`` if a shard cannot hold so many tensors, objects and paddings."""
     if extents > TENSORS_MAX:
         raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {extents}: split it")
 
@@ -327,33 +332,6 @@ def description_of(extent: Extent) -> dict[str, object]:
         dtype, trailing = STORED_AS[dtype]
         shape.append(trailing)
     return {"dtype": dtype, "shape": shape, "data_offsets": [extent.start, extent.stop]}
-
-
-@lru_cache(maxsize=16)
-def worst_case_nbytes(
-    tensors: tuple[TensorSpec, ...], objects: tuple[str, ...], notes: tuple[tuple[str, str], ...]
-) -> int:
-    """Bytes that no header of such a shard passes, wherever its tensors come to lie: the room to reserve. Cached:
-    what a job writes has the same tensors from version to version."""
-    worst = ShardMetadata(
-        stream=keys.Stream.DIFFERENTIAL,
-        generation=keys.GENERATION_MAX,
-        first=keys.VERSION_MAX,
-        last=keys.VERSION_MAX,
-        rank=keys.RANK_MAX,
-        world_size=keys.RANK_MAX + 1,
-        notes=dict(notes),
-        token=_ZEROS,
-    )
-    refers = f',"refers_to":"{keys.reference((keys.GENERATION_MAX, keys.VERSION_MAX))}"'  # as a base may
-    extents = [Extent(spec, NBYTES_MAX, _ZEROS) for spec in tensors]
-    # An object is U8: its offsets and its one dimension have at most as many digits as NBYTES_MAX.
-    extents += [Extent(TensorSpec(OBJECT_PREFIX + name, "U8", (NBYTES_MAX,)), 0, _ZEROS) for name in objects]
-    _check_count(2 * len(extents))
-    longest = Extent.padding(2 * len(extents), NBYTES_MAX, ALIGNMENT)  # one may come before each
-    paddings = len(extents) * len(appended({longest.spec.name: description_of(longest)}))
-    slack = len(refers) + len(extents) * len(str(NBYTES_MAX))  # the objects' start offsets, counted above as one digit
-    return round_up(LENGTH_NBYTES + sum(map(len, header_texts(worst, extents))) + paddings + slack)
 
 
 # Reading
@@ -384,7 +362,7 @@ def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
             raise ValueError(f"it is of the format {other[0].decode()}, and this release reads {FORMAT}")
         raise ValueError(f"it does not begin as a file of format {FORMAT} does")
     hasher = xxhash.xxh3_64()
-    for part in (buffer[: _DIGEST.start], _ZEROS.encode("ascii"), buffer[_DIGEST.stop : nbytes]):
+    for part in (buffer[: _DIGEST.start], ZEROS.encode("ascii"), buffer[_DIGEST.stop : nbytes]):
         hasher.update(part)
     if hasher.hexdigest().encode("ascii") != bytes(buffer[_DIGEST]):
         raise ValueError("its header fails its checksum")
