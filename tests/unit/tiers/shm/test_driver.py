@@ -59,11 +59,16 @@ class Child:
 
     def __init__(self) -> None:
         self.wait_end, self.end_end = os.pipe()
+        ready, is_ready = os.pipe()
         self.pid = os.fork()
         if not self.pid:
+            os.close(is_ready)  # what is called in a child after a fork has been called
             os.close(self.end_end)
             os.read(self.wait_end, 1)
             os._exit(0)
+        os.close(is_ready)
+        os.read(ready, 1)
+        os.close(ready)
 
     def end(self) -> None:
         os.close(self.end_end)
