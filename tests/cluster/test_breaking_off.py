@@ -12,7 +12,6 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
-import os
 import pytest
 from tests import breaking_off
 
