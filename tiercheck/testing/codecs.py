@@ -37,6 +37,7 @@ from tiercheck.format.container import (
 from tiercheck.kernels import Kernel
 from tiercheck.keys import Stream
 from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Encoding, codec, decode, decode_sparse, fidelity_of
+from tiercheck.testing.contents import difference
 from tiercheck.testing.gradients import (
     EDGES,
     Memory,
@@ -133,9 +134,11 @@ class CodecTests:
         assert tuple(parts) == encoding.parts, what
         decoded = decode(as_stored(encoding), parts)
         assert (decoded.dtype, decoded.shape) == (array.dtype, array.shape), what
-        assert raw(array) == before, f"{what}: the tensor was written to"
+        off = difference(raw(array), before)
+        assert not off, f"{what}: the tensor was written to: {off}"
         if self.exact:
-            assert raw(decoded) == before, what
+            off = difference(raw(decoded), before)
+            assert not off, f"{what}: {off}"
         elif encoding.codec != "exact":
             self.is_within_its_bound(encoding, array, decoded, dtype, what)
 
@@ -220,7 +223,7 @@ class CodecTests:
             values[sparse.indices] = sparse.values
             assert sparse.indices.dtype == np.dtype(np.uint32)
             assert sparse.values.dtype == np.dtype(np.float32)
-            assert raw(values) == raw(read(decode(description, parts), dtype))
+            assert not difference(raw(values), raw(read(decode(description, parts), dtype)))
 
     # the room it takes
 
@@ -243,7 +246,8 @@ class CodecTests:
             shard = parse(memoryview(memory)[:nbytes])
             decoded = decode(as_stored(encoding), {each: shard.entry(f"w#{each}") for each in encoding.parts})
             again, parts = encoded(self.codec, array, dtype)
-            assert raw(decoded) == raw(decode(as_stored(again), parts)), what
+            off = difference(raw(decoded), raw(decode(as_stored(again), parts)))
+            assert not off, f"{what}: {off}"
 
     def test_a_plan_costs_no_memory(self) -> None:
         for dtype in self.floats():
@@ -292,7 +296,8 @@ class CodecTests:
             return b"".join(raw(decode(*each)) for each in made)
 
         with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(work, arrays * 3)) == [work(array) for array in arrays] * 3
+            for found, expected in zip(pool.map(work, arrays * 3), [work(array) for array in arrays] * 3, strict=True):
+                assert not difference(found, expected)
 
     def test_what_may_only_be_read_is_read_and_what_is_not_aligned_too(self) -> None:
         for dtype in self.floats():
@@ -305,10 +310,10 @@ class CodecTests:
                 again, stored = self.fresh(given_array, dtype)
                 locked = {key: replace(part, data=memoryview(bytes(part.data))) for key, part in stored.items()}
                 moved = {key: replace(part, data=memoryview(b"x" + part.data)[1:]) for key, part in stored.items()}
-                assert raw(decode(again, locked)) == expected
+                assert not difference(raw(decode(again, locked)), expected)
                 found = decode(again, moved)
                 assert found.flags.aligned
-                assert raw(found) == expected
+                assert not difference(raw(found), expected)
 
     # what is refused
 
@@ -451,7 +456,8 @@ class CodecTests:
         assert np.all(np.isfinite(residual)), what
         if dtype == "F32":
             finite = np.isfinite(x) & np.isfinite(found)
-            assert raw(lost[finite]) == raw(residual[finite]), what
+            off = difference(raw(lost[finite]), raw(residual[finite]))
+            assert not off, f"{what}: {off}"
         else:  # in two steps, each rounded: what the codec loses, and what its result loses in the tensor's dtype
             with np.errstate(all="ignore"):
                 close = np.abs(lost - residual) <= np.abs(x) * 2.0**-22

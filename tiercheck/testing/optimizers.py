@@ -32,6 +32,7 @@ from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.replay import Replayer
 from tiercheck.streams.replay.runs import Run, Step
+from tiercheck.testing.contents import names_that_differ
 
 __all__ = ["OptimizerTests"]
 
@@ -271,7 +272,7 @@ class OptimizerTests:
         for some in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
             replayer.apply(Run(some[0].version, some[-1].version, tuple(some), {}, {}, Tally()))
         assert replayer.approximated == 0
-        assert bits_of(recovering) == bits_of(training)
+        assert not names_that_differ(bits_of(recovering), bits_of(training))
         assert len(called) < len(steps), "a kernel replayed none of the steps"
         assert kernel_for(recovering, steps[-1:]) is not None
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tiercheck.errors import NotFound, Unsupported
+from tiercheck.testing.contents import difference
 from tiercheck.testing.driver_kit import process_client
 from tiercheck.testing.driver_kit.base import TierKit
 from tiercheck.testing.driver_kit.process_client import InAnotherProcess, InAnotherThread, Job, OtherClient
@@ -142,7 +143,7 @@ class OtherClientTests(TierKit):
                 listed = await self.keys(client)
                 for key, allowed in may_remain(generation).items():
                     content = await self.content(client, key)
-                    assert content == await self.raw_get(driver, key)
+                    assert not difference(content, await self.raw_get(driver, key)), key
                     assert (key in listed) == (content is not None)
                     found = None if content is None else content[:1] or b"nothing"
                     whole = content is None or process_client.is_whole(content, self.kill_nbytes)
