@@ -483,9 +483,11 @@ class Recorder:
         draining = self._mover.drain(deadline_s, closing=True)
         await ask_mover(self._scheduler, self._mover, draining, "flushing the tiers", deadline_s)
 
-    async def _make_room(self) -> None:
+    async def _make_room(self) -> bool:
         making = self._mover.make_room()
-        await ask_mover(self._scheduler, self._mover, making, "making room in the first tier", self._config.deadline_s)
+        return await ask_mover(
+            self._scheduler, self._mover, making, "making room in the first tier", self._config.deadline_s
+        )
 
     def nudge(self) -> None:
         """There is something for the mover."""

@@ -25,11 +25,12 @@ T = TypeVar("T")
 class Reservations:
     """The reservations in one first tier.
 
-    ``make_room`` makes the mover delete what may be deleted. Each call waits ``deadline_s`` at most.
+    ``make_room`` makes the mover delete what may be deleted: true if something was. Each call waits ``deadline_s`` at
+    most, and :meth:`reserve` asks for no more room after that.
     """
 
     def __init__(
-        self, tier: OpenTier, scheduler: Scheduler, make_room: Callable[[], Awaitable[None]], *, deadline_s: float
+        self, tier: OpenTier, scheduler: Scheduler, make_room: Callable[[], Awaitable[bool]], *, deadline_s: float
     ) -> None:
         self._tier = tier
         self._scheduler = scheduler
@@ -41,14 +42,18 @@ class Reservations:
         """So much of that is there."""
 
     async def reserve(self, key: ShardKey, nbytes: int, *, ready: bool = True) -> Reservation:
-        """Reserve memory. If the tier is full, try again after the mover has deleted what may be deleted. ``ready``:
-        the memory is there, so that asking for the buffer neither takes long nor fails."""
-        try:
-            return await self._reserved(key, nbytes, ready)
-        except CapacityExceeded:
+        """Reserve memory. If the tier is full, try again each time that something was deleted from it. ``ready``: the
+        memory is there, so that asking for the buffer neither takes long nor fails."""
+        until, more = self._scheduler.time() + self._deadline_s, True
+        while True:
+            try:
+                return await self._reserved(key, nbytes, ready)
+            except CapacityExceeded:
+                if not more:
+                    raise
             await self.drop_ahead()
-            await self._make_room()
-            return await self._reserved(key, nbytes, ready)
+            # What an older agent did answers to no question: one more try will show it.
+            more = await self._make_room() and self._scheduler.time() < until
 
     async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
         """As :meth:`reserve`, called on the event loop, and for what there is room for as it is."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, GroupError, JobConflict, SaveError, TierCheckError, TierError
@@ -20,6 +20,8 @@ from tiercheck.streams.state import StateStream
 __all__ = ["TELL_S", "Saves", "ask_mover", "doubt"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TELL_S = 5.0
 """After so many seconds of waiting for the tiers there is a warning."""
@@ -86,8 +88,8 @@ def doubt(stream: StateStream, doubts: Doubts) -> bool:
 
 
 async def ask_mover(
-    scheduler: Scheduler, mover: MoverHandle, call: Coroutine[Any, Any, object], what: str, deadline_s: float
-) -> None:
+    scheduler: Scheduler, mover: MoverHandle, call: Coroutine[Any, Any, T], what: str, deadline_s: float
+) -> T:
     """Wait for a call to the mover that has this deadline, and say so if it takes long. Errors: ``JobConflict``; else
     ``SaveError``."""
     asking = scheduler.start(call)
@@ -96,7 +98,7 @@ async def ask_mover(
             held_up = mover.status.holds_up or "the tiers are not done yet"
             log.warning("%s is waited for, for up to %g s: %s", what, deadline_s, held_up)
             deadline_s -= TELL_S
-        await scheduler.result(asking, what=what, deadline_s=deadline_s + TOLD_S)
+        return await scheduler.result(asking, what=what, deadline_s=deadline_s + TOLD_S)
     except JobConflict:
         raise
     except TierCheckError as error:

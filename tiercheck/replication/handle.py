@@ -143,7 +143,11 @@ class MoverHandle(Protocol):
 
     async def cycle(self, *, closing: bool = False) -> bool: ...
 
-    async def make_room(self) -> None: ...
+    async def make_room(self) -> bool:
+        """Delete from the first tier what may go. If nothing may yet, bring the other tiers what they lack, until
+        something may, or nothing is left that can be done now. True if something was deleted from the first tier: ask
+        again if that is not enough. Errors: ``JobConflict``."""
+        ...
 
     async def agree(self, mark: int) -> None:
         """The ranks agree on this mark (:mod:`tiercheck.policy.recovery.agreement`). :attr:`status` is fresh after

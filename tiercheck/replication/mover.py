@@ -26,16 +26,14 @@ from tiercheck.errors import DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
-from tiercheck.policy.damage import base_needed_after, lost, outlived
-from tiercheck.policy.first_tier import awaits_base, held_up_by
+from tiercheck.policy.damage import lost, outlived
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
-from tiercheck.policy.placement import Placement, own_bases
+from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
-from tiercheck.policy.recovery.agreement import needs_agreement, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.replication.actions import COMMITTING, COPYING_BASES, MARKING, REPORTING, Actions, copying
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
+from tiercheck.replication.actions import COMMITTING, COPYING_BASES, DELETING, MARKING, REPORTING, Actions, copying
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.decisions import Decisions
 from tiercheck.replication.fold_controller import FOLDING, FoldController
@@ -46,7 +44,9 @@ from tiercheck.replication.objects.generation import record_generation
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
+from tiercheck.replication.room import Room, RoomMakingEnded
 from tiercheck.replication.shortfalls import check_all_arrived
+from tiercheck.replication.standing import standing
 from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
@@ -123,6 +123,9 @@ class Mover:
         self._at_rest: dict[Lane, object] = {}
         """What was known when nothing was left to do: while that is all that is known, nothing is."""
         self._looked = asyncio.Condition()
+        self._room = Room()
+        self._life: asyncio.TaskGroup | None = None
+        """All that :meth:`run` does, while it does."""
         self._lineage = lineage
         self._branch = lineage.branches.get(generation)
         self._unrecorded = {tier.index for tier in hierarchy.tiers[1:] if self._branch is not None}
@@ -149,6 +152,7 @@ class Mover:
         """
         try:
             async with asyncio.TaskGroup() as group:
+                self._life = group
                 for tier in self._hierarchy.tiers:
                     group.create_task(self._observer.keep_listing(tier, self.nudge))
                 for lane in self._idle:
@@ -171,6 +175,8 @@ class Mover:
             log.error("the mover has stopped", exc_info=error)
             self._stopped = SaveError(f"a fault of TierCheck has ended the mover: {type(error).__name__}: {error}")
             self._note()
+        finally:
+            self._life = None
         if self._stopped is not None:
             raise self._stopped
 
@@ -204,10 +210,15 @@ class Mover:
         self._note()
         self.nudge()
 
-    async def make_room(self) -> None:
-        """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
-        if not (await self._serve(*self._making_room, closing=False)).acted:
-            await self.cycle()
+    async def make_room(self) -> bool:
+        """As of :class:`MoverHandle`."""
+        try:
+            return await self._room.make(lambda: self._serve(*self._making_room, closing=False), self._start_cycle)
+        except RoomMakingEnded:
+            raise self.conflict or self._stopped or SaveError("the mover ended while it made room") from None
+
+    def _start_cycle(self) -> asyncio.Task[bool]:
+        return (self._life or asyncio).create_task(self.cycle())
 
     def _nudge(self, lanes: Iterable[Lane]) -> None:
         self._nudged_at = asyncio.get_running_loop().time()
@@ -276,6 +287,8 @@ class Mover:
 
     async def _try(self, tier: OpenTier, action: Action) -> bool:
         succeeded = await self._attempts.run(tier, action)
+        if succeeded and action.kind == DELETING and tier is self._hierarchy.first:
+            self._room.freed()
         # What the whole of a view is needed for is noted after each look.
         self.status = replace(
             self.status,
@@ -462,22 +475,10 @@ class Mover:
         known: dict[str, Any] = {}
         if self._noted is None or self._noted[0] is not seen or self._noted[1] != noted[1]:
             self._noted = noted
-            mark, undrained = watermark(seen), self._placement.undrained(seen)
             self._refusals.note("policies", self._retention.refusals(seen))
             without_copy = lost(seen, self._observer.damaged, self._placement)
             self._observer.remember(without_copy)
-            has_room = undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen)
-            known = {
-                "watermark": mark.version if mark else None,
-                "held_up_by": held_up_by(seen, self._placement),
-                "awaits_base": awaits_base(seen, self._placement),
-                "reached_versions": self._placement.reached(seen),
-                "undrained_bases": undrained,
-                "has_room": has_room,
-                "newest_base": max((base.last for base in own_bases(seen, seen.contents[0])), default=-1),
-                "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
-                "base_needed_after": base_needed_after(seen, without_copy, has_room=has_room),
-            }
+            known = standing(seen, self._placement, without_copy, has_room=self._has_room(seen))
         self.status = replace(
             self.status,
             **known,

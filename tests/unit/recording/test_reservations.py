@@ -5,8 +5,10 @@ The memory of the next version is reserved right after a record was published, a
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 from tests.training import FULL, Training, memory, recovered
 from tiercheck.errors import CapacityExceeded, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import ShardKey
+from tiercheck.recording.reservations import Reservations
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers import MeteredDriver
@@ -214,3 +218,52 @@ def test_what_fails_at_once_is_a_failed_save(call: str, times: int) -> None:
         training.step(1)
         with pytest.raises(SaveError, match="the tier is busy"):
             training.step(2)
+
+
+class FullTier:
+    """A tier that has room after so many deletions; and who makes them."""
+
+    def __init__(self, lacks: int, frees: list[bool]) -> None:
+        self.lacks, self._frees = lacks, frees
+
+    def reserve_nowait(self, key: str, nbytes: int) -> Any:
+        if self.lacks > 0:
+            raise CapacityExceeded(FULL)
+        return types.SimpleNamespace(buffer=memoryview(bytearray(nbytes)))
+
+    def reservations(self, seconds: Iterator[float]) -> Reservations:
+        opened, scheduler = types.SimpleNamespace(driver=self), types.SimpleNamespace(time=lambda: next(seconds))
+        return Reservations(opened, scheduler, self.make_room, deadline_s=60.0)  # type: ignore[arg-type]  # what is used
+
+    async def make_room(self) -> bool:
+        self.lacks -= 1
+        return self._frees.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "frees", "there"),
+    [
+        (1, [True], True),
+        (1, [False], True),  # somebody else has deleted something
+        (3, [True, True, True], True),  # each too small
+        (2, [False], False),
+        (3, [True, False], False),
+    ],
+)
+async def test_room_is_made_as_long_as_something_is_deleted(lacks: int, frees: list[bool], there: bool) -> None:
+    tier = FullTier(lacks, frees)
+    memory = tier.reservations(itertools.repeat(0.0))
+    if there:
+        assert (await memory.reserve(ShardKey.differential(1, 1, 1, 0), 10)).buffer.nbytes == 10
+    else:
+        with pytest.raises(CapacityExceeded):
+            await memory.reserve(ShardKey.differential(1, 1, 1, 0), 10)
+    assert frees == []
+
+
+async def test_room_is_made_until_the_deadline() -> None:
+    tier = FullTier(100, [True] * 100)
+    memory = tier.reservations(itertools.count(0.0, 10.0))
+    with pytest.raises(CapacityExceeded):
+        await memory.reserve(ShardKey.differential(1, 1, 1, 0), 10)
+    assert tier.lacks == 100 - 6

@@ -140,9 +140,9 @@ class RemoteMover:
         """As :meth:`tiercheck.replication.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
         return (await self._ask(Cycle(self._deadline_s, *self._who, closing))).result
 
-    async def make_room(self) -> None:
+    async def make_room(self) -> bool:
         """As :meth:`tiercheck.replication.mover.Mover.make_room`. Errors: also ``DeadlineExceeded``."""
-        await self._ask(MakeRoom(self._deadline_s, *self._who))
+        return (await self._ask(MakeRoom(self._deadline_s, *self._who))).result
 
     async def agree(self, mark: int) -> None:
         """As :class:`tiercheck.replication.mover.MoverHandle` has it."""

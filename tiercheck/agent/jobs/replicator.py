@@ -185,10 +185,10 @@ class RankReplicator:
         self._registered = True
         self._wake()
 
-    async def make_room(self, deadline_s: float) -> None:
+    async def make_room(self, deadline_s: float) -> bool:
         """Errors: as :meth:`Mover.make_room`, and ``DeadlineExceeded``."""
         what = "making room in the first tier"
-        await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
+        return await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
 
     async def agree(self, deadline_s: float, mark: int) -> None:
         """Errors: as :meth:`Mover.agree`, and ``DeadlineExceeded`` if the tiers cannot be opened."""

@@ -209,7 +209,7 @@ class RoomForBase(JobRequest):
 
 @dataclass(frozen=True)
 class MakeRoom(JobRequest):
-    """Answer once what may go from the first tier is gone."""
+    """Answer once something was deleted from the first tier (``result``), or nothing is left to do."""
 
     look_s: ClassVar[float] = TIERS_S
 

@@ -353,7 +353,7 @@ class Agent:
             case RoomForBase(due=due, patiently=patiently):
                 await replicator.room_for_base(deadline_s, due, patiently=patiently)
             case MakeRoom():
-                await replicator.make_room(deadline_s)
+                result = await replicator.make_room(deadline_s)
             case Drain(closing=closing):
                 await replicator.drain(deadline_s, closing=closing)
             case Cycle(closing=closing):
