@@ -42,6 +42,10 @@ _warnings: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = w
 """Of optimizers whose checkpointer is closed, the hook that tells of the next step."""
 
 T = TypeVar("T")
+OUTSIDE = (
+    "a TierCheck checkpointer is attached to what is compiled, and has to see each forward pass and step: attach to "
+    "what torch.compile returns, or leave fullgraph=True out"
+)
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a step: the optimizer comes first."""
@@ -120,7 +124,7 @@ def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
     """The hook, into which ``torch.compile`` does not look: a graph breaks there. What a hook does is no part of the
     model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes. In a copy
     of what it is registered on it does nothing."""
-    return _HereAlone(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    return _HereAlone(torch.compiler.disable(hook, reason=OUTSIDE))  # type: ignore[no-untyped-call]
 
 
 class _HereAlone:
@@ -132,7 +136,7 @@ class _HereAlone:
         self.__name__ = hook.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(*args, **kwargs)
+        return None if torch.compiler.is_exporting() else self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _hook_of_a_copy, ()

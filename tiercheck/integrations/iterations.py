@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tiercheck.checkpointer import Checkpointer
+from tiercheck.integrations.stand_ins import stand_in
 from tiercheck.streams.doubts import listed
 from tiercheck.streams.tensors.beside import Beside, End
 
@@ -128,6 +129,9 @@ class Iterations:
 
     def forward(self) -> None:
         """A forward pass of training begins."""
+        if stand_in():
+            self._without_the_model()
+            return
         self.over(End.FORWARD)
         if self._begun or self._pending is not None:
             return
@@ -139,6 +143,15 @@ class Iterations:
             else:
                 self._recapture()
         self._provider.beside.begin_iteration()
+
+    def _without_the_model(self) -> None:
+        """A forward pass begins in which others stand in for the model's tensors. It changes nothing of the model, so
+        that what is to be saved can be saved later; but the random generators are as of here."""
+        beside = self._provider.beside
+        if self._pending is None and not self._begun:
+            beside.begin_iteration()
+        elif self._pending is not None and not beside.says_end:
+            beside.forward_begins()
 
     def over(self, end: End = End.UNSEEN) -> None:
         """The iteration is over, if one is open: the next one has begun, or the job ends. A forward pass does not tell

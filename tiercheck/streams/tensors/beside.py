@@ -132,10 +132,20 @@ class Beside:
     def end_of_iteration(self, end: End) -> None:
         """The iteration is over, and ``end`` says who tells."""
         if end is End.SAID:
-            self._at_step = None  # all of it as it is now
-            return
-        if end is End.FORWARD:
+            self._at_step = self._at_forward = None  # all of it as it is now
+            self._saved_at_forward = False
+        elif end is End.FORWARD:
+            self.forward_begins()
+        elif not self._saved_at_forward:
+            self._look_at_unclear()
+
+    def forward_begins(self) -> None:
+        """The first forward pass after the step begins, and the version is published now or later."""
+        if not self._saved_at_forward:
             self._at_forward, self._saved_at_forward = random_state(), True
+            self._look_at_unclear()
+
+    def _look_at_unclear(self) -> None:
         if self._at_step is not None:
             before, now = self._at_step["stateful"], _states(self._unclear)
             self._tell(tuple(name for name in now if host_state.pack(now[name]) != host_state.pack(before[name])))

@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": (version, WORDS.pack(*words) if version == TWISTER_VERSION else words, gaussian),
         "numpy": np.random.get_state(legacy=True),
-        "torch": torch.get_rng_state().numpy(),
+        "torch": np.from_dlpack(torch.get_rng_state()),
     }
     if gpus_here():
         state["cuda"] = [each.numpy() for each in torch.cuda.get_rng_state_all()]
