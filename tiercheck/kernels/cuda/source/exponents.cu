@@ -62,8 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
     SHARED(Scan, scan);
     const u32 lane = threadIdx.x % LANES, tile = next_tile(scan, ticket);
     const u64 blocks = blocks_of(size), block = u64(tile) * WARPS + threadIdx.x / LANES;
-    u8 own[ROWS] = {};
-    u32 stored[ROWS] = {};                      // one bit for each lane
+    u8 own[ROWS] = {}, highest = 0;
     u32 of_warp = 0;
     if (block < blocks) {
 #pragma unroll
@@ -71,14 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
             const u64 at = block * BLOCK + row * LANES + lane;
             own[row] = exponents[at < size ? at : size - 1];
         }
-        const u8 highest = highest_of(own);
+        highest = highest_of(own);
         LaneCodes codes = {};
 #pragma unroll
         for (u32 row = 0; row < ROWS; row++) {
             const u32 code = code_of(own[row], highest);
             codes.put(row, code);
-            stored[row] = __ballot_sync(WHOLE_WARP, code == STORED);
-            of_warp += __popc(stored[row]);
+            of_warp += __popc(__ballot_sync(WHOLE_WARP, code == STORED));
         }
         if (lane == 0) packed[block] = highest;
 #pragma unroll
@@ -90,10 +88,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
     const u64 behind_codes = blocks * (1 + CODE_BYTES);
     if (threadIdx.x == 0 && u64(tile + 1) * WARPS >= blocks) *length = behind_codes + found.so_far;
     u64 position = behind_codes + found.before_warp;
+    if (block >= blocks) return;
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
-        if (stored[row] >> lane & 1) packed[position + lanes_before(stored[row], lane)] = own[row];
-        position += __popc(stored[row]);
+        const u32 stored = __ballot_sync(WHOLE_WARP, code_of(own[row], highest) == STORED);  // one bit for each lane
+        if (stored >> lane & 1) packed[position + lanes_before(stored, lane)] = own[row];
+        position += __popc(stored);
     }
 }
 
