@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tiercheck.checkpointer import Checkpointer
+from tiercheck.format import host_state
 from tiercheck.integrations.stand_ins import stand_in
 from tiercheck.streams.doubts import listed
 from tiercheck.streams.tensors.beside import Beside, End
@@ -23,7 +24,10 @@ __all__ = ["Iterations", "Provider"]
 
 log = logging.getLogger(__name__)
 
-PASSED = "what a forward pass of training changes (random generators, buffers)"
+PASSED = (
+    "what a forward pass of training changes (random generators, buffers; one that trains nothing is told by "
+    "torch.no_grad() or model.eval())"
+)
 
 
 class Provider(Protocol):
@@ -31,6 +35,8 @@ class Provider(Protocol):
 
     @property
     def beside(self) -> Beside: ...
+
+    def hyperparameters(self) -> list[dict[str, Any]]: ...
 
     def end_of_step(self) -> None:
         """The optimizer has stepped."""
@@ -78,6 +84,8 @@ class Iterations:
         """It was told that the loop trains without the attached optimizer."""
         self._told_of_epoch = False
         """It was told that the end of an epoch was said too late."""
+        self._at_pass: bytes | None = None
+        """What the loop may still step, as it was when a forward pass without gradients ended the iteration."""
         self._passed = False
         """One was seen that may be of the next iteration, and the loop had not said that this one is over."""
 
@@ -133,6 +141,8 @@ class Iterations:
             self._without_the_model()
             return
         self.over(End.FORWARD)
+        if torch.is_grad_enabled():
+            self._save_what_came_after_a_pass()
         if self._begun or self._pending is not None:
             return
         self._begun = True
@@ -160,10 +170,33 @@ class Iterations:
             if self._pending is not None and self._provider.beside.says_end:
                 self._passed |= torch.is_grad_enabled()  # else nothing is trained on it
                 return
+            if self._pending is not None and self._provider.beside.passes_behind and not torch.is_grad_enabled():
+                return
             self._meet_once()
         if self._pending is not None:
             self._end(end)
             self._ended = False
+            if end is End.FORWARD and not torch.is_grad_enabled():
+                self._at_pass = self._steps_behind()
+
+    def _save_what_came_after_a_pass(self) -> None:
+        """A forward pass with gradients begins. The one before may have had none, as for a loss that is only logged: if
+        the loop has stepped a scheduler since, that pass was none of the next iteration. The version that was published
+        then is saved again, and later ones are published when a pass with gradients begins."""
+        before, self._at_pass = self._at_pass, None
+        if before is None or before == self._steps_behind():
+            return
+        self._provider.beside.passes_behind = True
+        self._provider.beside.publish_as_of_now()
+        try:
+            self._checkpointer.recapture(moved=True)
+        finally:
+            self._provider.published()
+
+    def _steps_behind(self) -> bytes:
+        """What a loop steps behind the optimizer."""
+        options = self._provider.hyperparameters()
+        return host_state.pack({"options": options, "after_step": self._provider.beside.after_step()})
 
     def _end(self, end: End) -> None:
         self._provider.end_of_iteration(end)

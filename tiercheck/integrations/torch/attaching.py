@@ -43,6 +43,7 @@ from tiercheck.integrations.torch.closure import Closure
 from tiercheck.integrations.torch.communication_hooks import unsaved_states
 from tiercheck.integrations.torch.joint_steps import JointSteps
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.integrations.torch.pipelines import FormPass, rounds_otherwise
 from tiercheck.integrations.torch.replicated import DataParallel
 from tiercheck.integrations.torch.stages import norms_of, stage_of
 from tiercheck.integrations.wrapped import bare_optimizer
@@ -226,6 +227,8 @@ class _Hooks:
         self._iterations: Iterations | None = None
         self._closure: Closure | None = None
         """Of the step that runs."""
+        self._form_pass: FormPass | None = None
+        """Until the first step of a job that goes on."""
         self._draws = StepDraws()
         self._optimizer = optimizer
         self._step_hooks = {each: StepHooks(each, self._before_step, self._after_step) for each in parts_of(optimizer)}
@@ -240,7 +243,8 @@ class _Hooks:
     def caveats(self) -> list[str]:
         beside = self.provider.beside
         hooks = unsaved_states(self._model, beside.given())
-        return [*beside.caveats(), *self.provider.extra_state.caveats(), *self._order.caveats(), *hooks]
+        sums = [*self._order.caveats(), *rounds_otherwise(self._model)]
+        return [*beside.caveats(), *self.provider.extra_state.caveats(), *sums, *hooks]
 
     def alike(self) -> Alike:
         return self._parallel.alike(self.provider.masters(), self.provider.frozen())
@@ -258,6 +262,8 @@ class _Hooks:
         checkpointer.on_end(self.remove)
         for each in self._step_hooks.values():
             checkpointer.on_end(each.warn_of_the_next_step)
+        if checkpointer.version > 0:
+            self._form_pass = FormPass(lambda: dict(self._model.named_buffers()))
         self._checkpointer = checkpointer
 
     def remove(self) -> None:
@@ -313,6 +319,7 @@ class _Hooks:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is None:
             return
+        self._form_pass = None
         if self._closure is not None:
             closure, self._closure = self._closure, None  # it holds a batch
             closure.check_called()
@@ -357,6 +364,8 @@ class _Hooks:
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if model not in self._modules:
             return  # a shallow copy, which shares the hooks of what it was copied from
+        if self._form_pass is not None:
+            self._form_pass.forward()
         self._stand_next_to_the_steps()
         if self._iterations is not None and model.training:
             if not self._iterations.begun:
@@ -372,6 +381,8 @@ class _Hooks:
         """Of a model that was not called itself: else this hook is gone, or the iteration has begun."""
         if self._iterations is None or not module.training or module not in self._modules:
             return
+        if self._form_pass is not None:
+            self._form_pass.forward()
         if not self._iterations.begun:
             self._stand_next_to_the_steps()
             self._iterations.forward()

@@ -74,6 +74,8 @@ class Beside:
                 )
         self._at_step: dict[str, Any] | None = None
         """As of the end of the last step, until its version is published."""
+        self._published: dict[str, Any] | None = None
+        """The same, of the version that was published last."""
         self._at_forward: dict[str, Any] | None = None
         """The generators when the next forward pass began, if the version is published there."""
         self._doubts = Doubts()
@@ -95,8 +97,14 @@ class Beside:
         """The loop says where its iterations end. That of the next process does so, too."""
         self.ends_epoch = False
         """The loop says that an epoch ends with the version that is published next."""
+        self.passes_behind = False
+        """A forward pass without gradients belongs to the iteration before, since the loop steps something behind it.
+        That of the next process does so, too."""
         self._saved_at_forward = False
         """The last version was saved when the forward pass after it began, and knows the generators there."""
+        self._at_times: frozenset[str] = frozenset()
+        """The generators that the loop has used behind the end of some iterations, and of others not. Here or in the
+        processes before."""
         self._told_of_draws = False
         """It was told that the loop draws behind the end of an iteration."""
         self._loaded: dict[str, Any] = {}
@@ -169,8 +177,13 @@ class Beside:
     def published(self) -> None:
         """The version is saved: what is asked from here on is asked of a later moment."""
         self._ended = self._drawn_random()
-        self._at_step = self._at_forward = None
+        self._published, self._at_step, self._at_forward = self._at_step, None, None
         self._doubts = Doubts()
+
+    def publish_as_of_now(self) -> None:
+        """A forward pass begins, and the version that was published last is saved again: as all is now, but for what
+        the next batch is drawn from. :meth:`published` follows."""
+        self._at_step, self._at_forward = self._published, random_state()
 
     def publish_again(self) -> None:
         """A forward pass begins, and the version that was published last may be saved again: with the generators as it
@@ -196,7 +209,11 @@ class Beside:
 
     def _tell_of_draws(self, used: frozenset[str]) -> None:
         """``used``: the generators that the loop has used since the last version was saved."""
-        if self._saved_at_forward or self._told_of_draws or not (used & frozenset[str]().union(*self._quiet)):
+        at_times = used & frozenset[str]().union(*self._quiet)
+        if self._saved_at_forward or not at_times:
+            return
+        self._at_times |= at_times
+        if self._told_of_draws:
             return
         self._told_of_draws = True
         log.warning(
@@ -237,7 +254,11 @@ class Beside:
         if found is None or differing(found["random"], random_state()):
             drawn = self._at_step or self._drawn()
             found = {**drawn, "next": {**self._next(drawn["random"]), **self._told_by_the_loop()}}
-        return self._doubts.saved_in({"after_step": _states(self._after), **found})
+        return self._doubts.saved_in({"after_step": self.after_step(), **found})
+
+    def after_step(self) -> dict[str, Any]:
+        """What the loop steps behind the optimizer, as it is now."""
+        return _states(self._after)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned. What the checkpoint does not know begins as it is, and
@@ -262,7 +283,13 @@ class Beside:
     def caveats(self) -> list[str]:
         """What the state that was restored does not hold."""
         new = [f"the checkpoint holds no state of {name}, which begins as it is" for name in self._new]
-        return [*new, *self._not_restored]
+        unclear = sorted(self._at_times & self._wanted.keys() - self._used)
+        draws = [
+            f"behind the end of some iterations the loop draws from the generators of {', '.join(unclear)}, and "
+            "nothing tells whether it would have done so behind this one: draw before end_iteration(), or from a "
+            "generator of your own; if that is where epochs end, say end_iteration(ends_epoch=True) there"
+        ]
+        return [*new, *self._not_restored, *(draws if unclear else ())]
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Last of all: what is restored before may draw."""
@@ -274,6 +301,8 @@ class Beside:
         self.later = following.get("later") is True
         self.says_end = following.get("says_end") is True
         self.ends_epoch = following.get("ends_epoch") is True
+        self.passes_behind = following.get("passes_behind") is True
+        self._at_times = frozenset(following.get("at_times", ()))
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
@@ -301,8 +330,10 @@ class Beside:
             }
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
 
-    def _told_by_the_loop(self) -> dict[str, bool]:
-        return {name: True for name in ("later", "says_end", "ends_epoch") if getattr(self, name)}
+    def _told_by_the_loop(self) -> dict[str, Any]:
+        told = ("later", "says_end", "ends_epoch", "passes_behind")
+        at_times = {"at_times": sorted(self._at_times)} if self._at_times else {}
+        return {**{name: True for name in told if getattr(self, name)}, **at_times}
 
     def _drawn(self) -> dict[str, Any]:
         return {"random": random_state(), "stateful": _states(self._drawn_from)}

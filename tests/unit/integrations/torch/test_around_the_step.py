@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim.swa_utils import update_bn
 
-from tests.training import Training, memory
+from tests.training import Training, life, memory
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 
@@ -235,7 +235,67 @@ def test_one_that_may_be_of_the_next_iteration_is_told_of() -> None:
     recovery = Normed(trains=True).attach(Hierarchy.of(url)).recovery
     assert recovery is not None
     assert (recovery.version, recovery.fidelity) == (KILLED, "approximate")
-    assert "what a forward pass of training changes (random generators, buffers) moved between" in recovery.notes[0]
+    assert (
+        "what a forward pass of training changes (random generators, buffers; one that trains nothing is told by"
+        in (recovery.notes[0])
+    )
+
+
+class Looks(Training):
+    """Does not say where its iterations end. Each has a look at the data that trains nothing, in training mode: before
+    its scheduler steps, or at its beginning."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.model.insert(1, torch.nn.BatchNorm1d(4))
+        self.model.insert(2, torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
+        self.says_end, self._first = False, first
+        self.after_step = self.look_and_schedule
+
+    def step(self, version: int) -> None:
+        if self._first:
+            self.look()
+        super().step(version)
+
+    def look(self) -> None:
+        with torch.no_grad():
+            self.model(torch.ones(8, 4))
+
+    def look_and_schedule(self) -> None:
+        if not self._first:
+            self.look()
+        self.scheduler.step()
+
+    def parameters(self) -> bytes:
+        tensors = [*self.model.state_dict().values(), torch.tensor(self.optimizer.param_groups[0]["lr"])]
+        held = b"".join(each.detach().numpy().tobytes() for each in tensors)
+        return held + bytes(torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("killed", [2, 3, 5])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_look_that_trains_nothing_is_of_the_iteration_whose_scheduler_steps_after_it(
+    first: bool, killed: int
+) -> None:
+    """One version is in doubt, the first of the job's whose scheduler does. It is saved again when training goes on."""
+    url, training = memory(), Looks(first=first)
+    with life(training.attach(Hierarchy.of(url), scheduler=training.scheduler, **ALL), flush=False):
+        for version in range(1, killed + 1):
+            training.step(version)
+    for last in (killed + 1, killed + 2):  # what is known of the loop is known to the next process
+        training = Looks(first=first)
+        checkpointer = training.attach(Hierarchy.of(url), scheduler=training.scheduler, **ALL)
+        with life(checkpointer, flush=False):
+            assert checkpointer.recovery is not None
+            assert (checkpointer.recovery.fidelity, checkpointer.recovery.notes) == ("exact", ())
+            for version in range(checkpointer.version + 1, last + 1):
+                training.step(version)
+    undisturbed = Looks(first=first)
+    for version in range(1, killed + 3):
+        undisturbed.step(version)
+    assert training.parameters() == undisturbed.parameters()
 
 
 def test_a_loop_that_says_no_more_where_its_iterations_end_is_believed_again() -> None:

@@ -434,3 +434,25 @@ def test_a_version_that_is_saved_again_at_the_forward_pass_has_the_generators_fr
     reference = Clamps(**options)
     reference.train(4)
     assert [after.losses[version] for version in (2, 3, 4)] == [reference.losses[version] for version in (2, 3, 4)]
+
+
+class Augmented(Run):
+    """Adds noise to every fourth batch, before the forward pass."""
+
+    def iterate(self, batch: torch.Tensor, version: int) -> None:
+        super().iterate(batch + 0.1 * torch.randn_like(batch) if version % 4 == 3 else batch, version)
+
+
+@pytest.mark.parametrize(("last", "fidelity"), [(4, "approximate"), (6, "approximate"), (1, "exact")])
+def test_a_loop_that_draws_before_some_forward_passes_alone_is_no_exact_one(last: int, fidelity: str) -> None:
+    """Nothing tells whether it would have drawn before the next one, and so where the generators are to be there."""
+    url, run = memory(), Augmented()
+    checkpointer = run.attach(url)
+    run.train(last)
+    checkpointer.abort()
+    for _ in range(2):  # the next process knows it from the one before
+        checkpointer = Augmented().attach(url)
+        assert checkpointer.recovery is not None
+        assert (checkpointer.recovery.version, checkpointer.recovery.fidelity) == (last, fidelity)
+        assert ("draws from the generators of torch" in str(checkpointer.recovery.notes)) is (fidelity != "exact")
+        checkpointer.abort()
