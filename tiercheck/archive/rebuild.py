@@ -77,20 +77,27 @@ class StoredVersion:
         other; ``ConfigurationError`` if steps must be replayed of an optimizer that is not known here; ``TierError``.
         """
         self.chosen.check_rank(rank)
-        point, own = self.chosen.points[rank], self.inventory.copies[rank]
-        state = StoredReader(threads=threads)
-        reader = Reader(self.hierarchy, rank, self.deadline_s, state, self.inventory.lineage(point.generation))
-
-        if point.replayed:
-            checking = check_optimizer(self.hierarchy, self.inventory, self.chosen.plans[rank])
-            what = f"reading who wrote what rank {rank} saved"
-            await self.scheduler.call(checking, what=what, deadline_s=self.deadline_s)
-        found = await rebuilt(reader, point, own, self.scheduler)
-        if found is None:
-            raise RecoveryError(
-                f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that leads to "
-                f"it ({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
-            )
+        inventory, chosen = self.inventory, self.chosen
+        while True:
+            point = chosen.points[rank]
+            state = StoredReader(threads=threads)
+            reader = Reader(self.hierarchy, rank, self.deadline_s, state, inventory.lineage(point.generation))
+            if point.replayed:
+                checking = check_optimizer(self.hierarchy, inventory, chosen.plans[rank])
+                what = f"reading who wrote what rank {rank} saved"
+                await self.scheduler.call(checking, what=what, deadline_s=self.deadline_s)
+            found = await rebuilt(reader, point, inventory.copies[rank], self.scheduler)
+            if found is not None:
+                break
+            # Another base may lead to the version, and more differentials after it.
+            inventory = inventory.less(reader.copies.quarantined)
+            try:
+                chosen = inventory.at(point.last, generation=point.generation)
+            except RecoveryError:
+                raise RecoveryError(
+                    f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that "
+                    f"leads to it ({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
+                ) from None
         part, outcome = found
         fidelity, notes = reader.reached(part, outcome)
         if made := self.inventory.made_before(point.generation):

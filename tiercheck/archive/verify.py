@@ -56,8 +56,9 @@ class Verified:
 
     @property
     def healthy(self) -> bool:
-        """Whether every tier was read, and every version that the listings promise can be read."""
-        return not self.lost and not self.away
+        """Whether every tier was read, and every version that the listings promise can be read: one at least, if
+        anything is there."""
+        return not self.lost and not self.away and (self.newest is not None or not self.objects)
 
 
 async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> Verified:

@@ -380,8 +380,10 @@ def show_verified(console: Console, archive: Archive, found: Verified) -> None:
         newest = "none" if found.newest is None else str(found.newest)
         lost = f"lost: version {spans_text(found.lost)}; the newest that can be read is {newest}"
         console.print(Text(lost, style="red"))
+    elif found.newest is None and found.objects:
+        console.print(Text("no version can be read", style="red"))
     elif found.damaged:
-        console.print(Text("nothing is lost: every version can be read from other copies", style="yellow"))
+        console.print(Text("nothing is lost: every version can be read without what is damaged", style="yellow"))
     show_problems(console, archive.problems)
 
 

@@ -93,6 +93,8 @@ class _Cause:
     """What actions have failed of. It outlives their trouble: some actions are wanted only now and then."""
 
     since: float
+    text: str
+    """The message of the last one."""
     failures: int = 0
     kinds: set[str] = field(default_factory=set)
     """Of the actions that have failed of it."""
@@ -227,7 +229,8 @@ class TierBackoff:
         trouble = state.actions.setdefault(action.name, _Trouble(now))
         if len(state.causes) >= TROUBLES_MAX:
             state.causes.clear()
-        cause = state.causes.setdefault(why, _Cause(now))
+        cause = state.causes.setdefault(why, _Cause(now, ""))
+        cause.text = _message_of(error)
         cause.failures += 1
         cause.kinds.add(action.kind)
         most_s = self._pause_max_s
@@ -261,12 +264,12 @@ class TierBackoff:
 def _tell_what_is_over(tier: OpenTier, state: _OfTier, kind: str) -> None:
     """An action of this kind has succeeded: what such actions have failed of is over, unless some still do."""
     lasting = {trouble.cause for trouble in state.actions.values()}
-    for text, cause in list(state.causes.items()):
-        if kind in cause.kinds and text not in lasting:
-            del state.causes[text]
+    for why, cause in list(state.causes.items()):
+        if kind in cause.kinds and why not in lasting:
+            del state.causes[why]
             times = f"{cause.failures} failures" if cause.failures > 1 else "one failure"
             # Whoever has read the warning is to read that it is over.
-            log.warning("tier %s: over after %s in %.0f s: %s", tier, times, _now() - cause.since, text)
+            log.warning("tier %s: over after %s in %.0f s: %s", tier, times, _now() - cause.since, cause.text)
 
 
 def _text(tier: _OfTier) -> str:
@@ -282,8 +285,13 @@ def _text_of(error: Exception) -> str:
 
 def _cause_of(error: Exception) -> str:
     """What the errors of several objects have in common: neither their keys, nor their lengths."""
+    return re.sub(r"\d+", "N", _message_of(error))
+
+
+def _message_of(error: Exception) -> str:
+    """What is wrong, without whose error it is."""
     message = error.message if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
-    return re.sub(r"\d+", "N", message[:ERROR_CHARACTERS_MAX])
+    return message[:ERROR_CHARACTERS_MAX]
 
 
 def _raised_at(error: Exception) -> tuple[str, int]:

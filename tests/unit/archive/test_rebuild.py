@@ -44,6 +44,18 @@ def test_a_version_whose_copy_is_damaged_is_refused_and_an_older_one_is_not(left
         assert archive.rebuild(0, 12).version == 12
 
 
+def test_an_older_base_leads_to_a_version_whose_own_is_damaged(left: Left, finished: Left) -> None:
+    """As a recovery finds it."""
+    newest = left.files("r00000/g000002/base/*")[-1]
+    left.flip(str(newest.relative_to(left.root)))
+    with tiercheck.open(left.url) as archive:
+        assert archive.verify().lost == ()
+        for rank in range(WORLD):
+            found = archive.rebuild(rank, LAST)
+            assert (found.version, found.fidelity) == (LAST, Fidelity.EXACT)
+            assert bits({**found.state.masters(), **found.state.buffers()}) == finished.weights[rank, LAST]
+
+
 def test_another_copy_is_taken_of_what_is_damaged(left: Left, finished: Left) -> None:
     left.flip("r00000/g000002/*/*")
     with tiercheck.open(left.url, f"nvme://{finished.root}") as archive:

@@ -49,7 +49,9 @@ def test_damage_of_which_another_tier_has_a_copy_loses_nothing(left: Left, tmp_p
 def test_damaged_records_are_told_of(left: Left) -> None:
     left.flip("job/lineage/*")
     with tiercheck.open(left.url) as archive:
-        assert {each.key for each in archive.verify().damaged} == {"job/lineage/g000001", "job/lineage/g000002"}
+        found = archive.verify()
+        assert {each.key for each in found.damaged} == {"job/lineage/g000001", "job/lineage/g000002"}
+        assert (found.lost, found.newest, found.healthy) == ((), None, False), "no version can be read without them"
 
 
 def test_a_shard_of_another_job_under_the_same_key_is_none(left: Left, finished: Left) -> None:

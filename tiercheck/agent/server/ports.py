@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
+
+from tiercheck.runtime.chance import CHANCE
 
 __all__ = ["ports_to_keep"]
 
@@ -23,4 +24,4 @@ def ports_to_keep() -> list[int]:
     except (OSError, ValueError):
         first, last = 32768, 60999
     lasting = [*range(LOWEST, min(first, HIGHEST)), *range(max(last + 1, LOWEST), HIGHEST)]
-    return [*random.sample(lasting, min(TRIES, len(lasting))), 0]
+    return [*CHANCE.sample(lasting, min(TRIES, len(lasting))), 0]

@@ -34,8 +34,9 @@ def check(past: Past) -> None:
     if (newest := past.orphaned) is not None:
         raise RecoveryError(
             f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
-            f"in every tier ({past.places}): bring back a tier that holds it, or remove the objects "
-            f"{LineageKey(newest)} and r*/g{newest:06d}/* to go back to an older version"
+            f"in every tier ({past.places}): see first whether it is whole there and damaged on the way. Bring back a "
+            f"tier that holds it, or remove the objects {LineageKey(newest)} and r*/g{newest:06d}/* to go back to an "
+            "older version"
         )
     check_strangers(past)
     check_places(past)

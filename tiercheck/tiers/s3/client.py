@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -23,6 +22,7 @@ from botocore.utils import parse_timestamp
 
 from tiercheck.errors import Closed, ConfigurationError, Transient
 from tiercheck.runtime.backoff import Backoff
+from tiercheck.runtime.chance import CHANCE
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.s3.failures import FOREIGN, IllFormed, InDoubt, classify
 from tiercheck.tiers.s3.payload import Body, Buffers
@@ -212,7 +212,7 @@ class S3Client:
                 if isinstance(error, RuntimeError):
                     raise
                 failure = classify(error, self.settings.timeout_s)
-                pause = BACKOFF.pause_s(tries, random.random())
+                pause = BACKOFF.pause_s(tries, CHANCE.random())
                 if self.opening and failure.unreachable:
                     deadline = min(deadline, began + UNREACHABLE_S_MAX)
                 late = asyncio.get_running_loop().time() + pause >= deadline

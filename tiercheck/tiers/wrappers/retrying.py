@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from tiercheck.errors import Closed, NotFound, TierError, Transient
 from tiercheck.runtime.backoff import Backoff
+from tiercheck.runtime.chance import CHANCE
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver, WrappingReservation, payload_bytes
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
@@ -68,7 +68,7 @@ class RetryingDriver(WrappingDriver):
         driver: TierDriver,
         policy: RetryPolicy | None = None,
         *,
-        uniform: Callable[[], float] = random.random,
+        uniform: Callable[[], float] = CHANCE.random,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:

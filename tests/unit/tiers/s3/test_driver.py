@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import random
 import socket
 import subprocess
 import sys
@@ -441,8 +442,10 @@ class TestOpening:
             endpoint = f"http://127.0.0.1:{port}"
             opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url={endpoint}&deadline=1h").open()
             cause = rf"the tier s3 could not be opened within 5 s: .*'bucket' at {endpoint}: .*{status[:3]}"
+            training = random.getstate()
             with pytest.raises(Transient, match=cause):
                 await opened.opened(5.0)  # a busy machine takes a second to make the client
+            assert random.getstate() == training, "its generator is drawn from by training alone"
 
     def test_a_name_that_does_not_exist_is_an_error_of_the_url_and_a_name_server_that_is_away_is_not(self) -> None:
         for number, kind in ((socket.EAI_NONAME, ConfigurationError), (socket.EAI_AGAIN, Transient)):

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import logging
 import math
-import random
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tiercheck.errors import Closed
+from tiercheck.runtime.chance import CHANCE
 from tiercheck.tiers.peer.address import is_socket, zmq_address
 from tiercheck.tiers.peer.client.mailbox import Mailbox
 from tiercheck.tiers.peer.client.protocol import ClientProtocol, ClientSettings, Effect, Finish, Operation, Reset, Send
@@ -270,7 +270,7 @@ class Link:
             if self._refusals >= REFUSALS_MAX and self._keys is not None:
                 self._refused("hangs up: it has no keys, or server_key (or server.public in the keys) is not its key")
         else:
-            connection.again_at = now + random.uniform(*TURNED_AWAY_S)
+            connection.again_at = now + CHANCE.uniform(*TURNED_AWAY_S)
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and message["value"] == BUSY:
                 self._protocol.turned_away("has as many connections as it takes")
             elif is_socket(self._settings.peer):
