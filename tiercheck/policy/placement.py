@@ -11,10 +11,10 @@ differentials are read from the faster tier and put as one object.
 A differential goes to a tier only if it can be replayed: if consecutive versions lead to it from a base that is there
 or is to come. What follows a gap waits for the next base.
 
-A tier outside that has refused something for want of room (:attr:`Observation.short_of_room`) is filled in the order in
-which a recovery uses it: a base before what follows it, then one batch after the other, and no further from a base than
-the next one is to be. So the next base finds the room on which admission has counted
-(:mod:`tiercheck.policy.other_tiers`), and makes room for what comes after it.
+A tier outside, or a directory of the node, that has refused something for want of room
+(:attr:`Observation.short_of_room`) is filled in the order in which a recovery uses it: a base before what follows it,
+then one batch after the other, and no further from a base than the next one is to be. So the next base finds the room
+on which admission has counted (:mod:`tiercheck.policy.other_tiers`), and makes room for what comes after it.
 
 A placement policy (:mod:`tiercheck.policy.compose.placement`) may leave shards out of a tier.
 
@@ -343,9 +343,9 @@ def own_differentials(seen: Observation, contents: Contents) -> tuple[ShardKey, 
 
 
 def _is_short(seen: Observation, target: Role) -> bool:
-    """Whether the tier lies outside the cluster, and has refused something for want of room. A neighbour's memory is
-    made as large as it has to be, and is to have each differential as soon as possible."""
-    return target.shared and target.index in seen.short_of_room
+    """Whether the tier has refused something for want of room, and is no neighbour's memory: that is made as large as
+    it has to be, and is to have each differential as soon as possible."""
+    return target.index in seen.short_of_room and target.survives is not Survives.NODE
 
 
 def _outliving(seen: Observation, target: Role) -> list[Contents]:

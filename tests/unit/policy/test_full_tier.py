@@ -59,6 +59,21 @@ def test_batches_go_one_after_the_other_and_no_further_than_to_the_next_base() -
     assert len(targets(placement, seen(memory, committed(30, 150), short=frozenset()))) == 27, "nothing is left out"
 
 
+def test_so_does_a_directory_of_the_node_and_no_neighbours_memory() -> None:
+    """It was filled with differentials instead, until no base had room any more."""
+    placement, memory, there = Placement(5, interval=10), [base(20), *records(11, 25)], [base(0), base(10)]
+    directory, neighbour = Role(1, "nvme", Survives.PROCESS), Role(1, "peer", Survives.NODE)
+    assert targets(placement, seen(memory, there, role=directory)) == [base(20)]
+    assert targets(placement, seen(memory, there, role=neighbour)) == [base(20), *records(11, 25)]
+    there += [base(20), *records(11, 20)]
+    memory += records(26, 35)
+    assert targets(placement, seen(memory, there, role=directory)) == records(21, 30), (
+        "no further than to the next base"
+    )
+    there += [*records(21, 30), base(30)]
+    assert targets(placement, seen(memory, there, role=directory)) == records(31, 35)
+
+
 def test_the_next_base_is_the_next_one_that_the_tier_is_to_get() -> None:
     placement = Placement(5, EveryNth("nvme", 3), interval=10)
     there = [*committed(30, 150), *(batch(each, each + 4) for each in range(31, 56, 5))]
