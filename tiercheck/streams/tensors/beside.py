@@ -42,6 +42,9 @@ __all__ = ["Beside", "End", "draws_batches", "steps_after"]
 
 log = logging.getLogger(__name__)
 
+HABIT_WITHIN = 64
+"""Iterations. What a loop does twice within so many is a habit, and no end of an epoch."""
+
 
 class End(enum.Enum):
     """Who tells that an iteration is over."""
@@ -103,8 +106,10 @@ class Beside:
         self._saved_at_forward = False
         """The last version was saved when the forward pass after it began, and knows the generators there."""
         self._at_times: frozenset[str] = frozenset()
-        """The generators that the loop has used behind the end of some iterations, and of others not. Here or in the
-        processes before."""
+        """The generators that the loop makes a habit of using behind the end of some iterations alone. Here or in
+        the processes before."""
+        self._since_draws = HABIT_WITHIN
+        """So many iterations ago it did so last."""
         self._told_of_draws = False
         """It was told that the loop draws behind the end of an iteration."""
         self._loaded: dict[str, Any] = {}
@@ -210,9 +215,12 @@ class Beside:
     def _tell_of_draws(self, used: frozenset[str]) -> None:
         """``used``: the generators that the loop has used since the last version was saved."""
         at_times = used & frozenset[str]().union(*self._quiet)
+        self._since_draws += 1
         if self._saved_at_forward or not at_times:
             return
-        self._at_times |= at_times
+        if self._since_draws <= HABIT_WITHIN:
+            self._at_times |= at_times
+        self._since_draws = 0
         if self._told_of_draws:
             return
         self._told_of_draws = True
