@@ -484,10 +484,8 @@ class Recorder:
         await ask_mover(self._scheduler, self._mover, draining, "flushing the tiers", deadline_s)
 
     async def _make_room(self) -> bool:
-        making = self._mover.make_room()
-        return await ask_mover(
-            self._scheduler, self._mover, making, "making room in the first tier", self._config.deadline_s
-        )
+        making, what = self._mover.make_room(), "making room in the first tier"
+        return await ask_mover(self._scheduler, self._mover, making, what, self._config.deadline_s)
 
     def nudge(self) -> None:
         """There is something for the mover."""
