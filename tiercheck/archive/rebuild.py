@@ -90,14 +90,14 @@ class StoredVersion:
             if found is not None:
                 break
             # Another base may lead to the version, and more differentials after it.
-            inventory = inventory.less(reader.copies.quarantined)
-            try:
-                chosen = inventory.at(point.last, generation=point.generation)
-            except RecoveryError:
+            failed = reader.copies.quarantined
+            inventory = inventory.less(failed)
+            if not failed or point.last not in inventory.readable_of(inventory.lineage(point.generation)):
                 raise RecoveryError(
                     f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that "
                     f"leads to it ({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
-                ) from None
+                )
+            chosen = inventory.at(point.last, generation=point.generation)
         part, outcome = found
         fidelity, notes = reader.reached(part, outcome)
         if made := self.inventory.made_before(point.generation):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
 
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.integrations.callers import callers
+from tiercheck.integrations.holders import holders
 from tiercheck.integrations.wrapped import WRAPPERS_MAX
 from tiercheck.streams.tensors.beside import Beside
 
@@ -38,14 +38,10 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
 
 def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """What wraps the optimizer and has a learning-rate scheduler of its own. The optimizer does not know its wrappers,
-    such as Hugging Face Accelerate's, so that the garbage collector is asked who holds it (0.1 s a million objects).
-
-    It is not asked for all objects there are (``gc.get_objects``): among them are tuples that other threads are just
-    making, which they then cannot finish (https://github.com/python/cpython/issues/39117).
-    """
+    such as Hugging Face Accelerate's."""
     held: list[torch.optim.Optimizer] = [optimizer]
     for _ in range(WRAPPERS_MAX):
-        found = [each for each in _holders(held) if _is_optimizer(each)]
+        found = [each for each in holders(held) if _is_optimizer(each)]
         held = [each for each in found if any(getattr(each, "optimizer", None) is one for one in held)]
         if not held:
             break
@@ -57,21 +53,11 @@ def _is_optimizer(each: object) -> TypeGuard[torch.optim.Optimizer]:
     return issubclass(type(each), torch.optim.Optimizer)
 
 
-def _holders(held: Sequence[object]) -> Iterator[object]:
-    """Objects that have one of these as an attribute, and others."""
-    referrers = gc.get_referrers(*held)
-    yield from referrers
-    if attributes := [each for each in referrers if type(each) is dict]:
-        yield from gc.get_referrers(*attributes)
-
-
 def refuse_forgotten_scaler(beside: Beside) -> None:
     """Called in the optimizer's step. Nothing but the call itself tells that a ``GradScaler`` makes it. Errors:
     ``UnsupportedSetup`` if one does and was not passed: its scale would begin anew after a failure."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    scaler = None if frame is None else frame.f_locals["self"]
+    steps = (frame for frame in callers() if frame.f_code is torch.amp.GradScaler.step.__code__)
+    scaler = next((frame.f_locals["self"] for frame in steps), None)
     if scaler is None or not scaler.is_enabled():
         return
     for each in beside.given():

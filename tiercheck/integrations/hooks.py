@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import threading
@@ -18,6 +17,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.callers import callers
 from tiercheck.integrations.replicas import Alike, share_out
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lost_stage import LostStage
@@ -111,10 +111,7 @@ def outermost(hook: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, 
     """The hook, which is not called for a step within a step of the same optimizer."""
 
     def called(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T | None:
-        steps, frame = 0, inspect.currentframe()
-        while frame is not None:
-            steps += frame.f_code is _CALLS_HOOKS and frame.f_locals["self"] is optimizer
-            frame = frame.f_back
+        steps = sum(frame.f_code is _CALLS_HOOKS and frame.f_locals["self"] is optimizer for frame in callers())
         return hook(optimizer, args, kwargs) if steps < 2 else None
 
     return called
@@ -153,10 +150,8 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 def refuse_compiled() -> None:
     """Called in the optimizer's step. Errors: ``UnsupportedSetup`` if ``torch.compile`` has compiled what makes it, and
     so the step's arithmetic, which a replay would not have: it calls the optimizer, or a kernel with its bits."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+    wrapper = next((frame for frame in callers() if frame.f_code.co_name == "compile_wrapper"), None)
+    if wrapper is not None and wrapper.f_globals.get("__name__") == "torch._dynamo.eval_frame":
         raise UnsupportedSetup(
             "optimizer.step() is called within what torch.compile compiles, so that its arithmetic is another than a "
             "replay's: compile the model, or the loss, and call optimizer.step() outside of it"

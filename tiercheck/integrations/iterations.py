@@ -102,6 +102,7 @@ class Iterations:
     def stepped(self, version: int) -> None:
         """The optimizer's step is done."""
         self._begun = self._passed = False
+        self._at_pass = None
         self._pending = version
         self._is_to_meet = True
         self._provider.end_of_step()

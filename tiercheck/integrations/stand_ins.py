@@ -7,9 +7,9 @@ tensors. Nothing of the model can be saved in such a pass.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
+
+from tiercheck.integrations.callers import callers
 
 __all__ = ["stand_in"]
 
@@ -23,9 +23,4 @@ def stand_in() -> bool:
         return True
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") in CALLERS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_globals.get("__name__") in CALLERS for frame in callers())

@@ -7,14 +7,15 @@ leaves DDP in another state. Of a job that goes on, the uninterrupted run had th
 
 from __future__ import annotations
 
-import gc
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from tiercheck.integrations.callers import callers
+from tiercheck.integrations.holders import holders
 
 __all__ = ["FormPass", "rounds_otherwise"]
 
@@ -46,12 +47,9 @@ class FormPass:
 
 
 def is_form_pass() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == FORM_PASS and frame.f_globals.get("__name__") == PIPELINES:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == FORM_PASS and frame.f_globals.get("__name__") == PIPELINES for frame in callers()
+    )
 
 
 def rounds_otherwise(model: torch.nn.Module) -> list[str]:
@@ -69,12 +67,8 @@ def rounds_otherwise(model: torch.nn.Module) -> list[str]:
 
 
 def is_stage(model: torch.nn.Module) -> bool:
-    """Whether a stage that this process has made holds the model, or what it is wrapped in."""
+    """Whether the model is what a stage that this process has made runs."""
     if PIPELINES not in sys.modules:
         return False
     stage = sys.modules[PIPELINES].PipelineStage
-    holders = gc.get_referrers(model)
-    dictionaries = [each for each in holders if type(each) is dict]
-    if dictionaries:
-        holders += gc.get_referrers(*dictionaries)
-    return any(issubclass(type(each), stage) and getattr(each, "submod", None) is model for each in holders)
+    return any(issubclass(type(each), stage) and getattr(each, "submod", None) is model for each in holders([model]))
