@@ -13,6 +13,7 @@
     │   ├── PreconditionFailed    UPDATE met another etag
     │   ├── Unsupported           the driver's capabilities exclude the call
     │   ├── CapacityExceeded      the tier is full, or smaller than it must be
+    │   │   └── FileSystemFull    what lies beneath it is full: others may hold that room, and free it
     │   ├── Corruption            bytes read are not the bytes written
     │   ├── Unauthorized          the tier refuses this caller
     │   ├── Transient             worth another try
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigurationError",
     "Corruption",
     "DeadlineExceeded",
+    "FileSystemFull",
     "GroupError",
     "JobConflict",
     "Mismatch",
@@ -116,6 +118,10 @@ class Unsupported(TierError):
 
 class CapacityExceeded(TierError):
     """The tier is full, or is smaller than what it must hold; nothing was published."""
+
+
+class FileSystemFull(CapacityExceeded):
+    """The file system beneath the tier has no room, or the user's quota is used up: others may hold it, and free it."""
 
 
 class Corruption(TierError):

@@ -18,7 +18,6 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
 from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
-from tiercheck.recording.saves import Saves
 from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle, MoverStatus
 from tiercheck.runtime.runtime import Scheduler
@@ -42,9 +41,8 @@ class Backlog:
         tier: OpenTier,
         mover: MoverHandle,
         scheduler: Scheduler,
-        hurry: Callable[[], None],
+        wait: Callable[[], Wait],
         *,
-        saves: Saves,
         modes: Modes,
         rank: int,
         holding: Holding | None,
@@ -56,8 +54,7 @@ class Backlog:
         self._tier = tier
         self._mover = mover
         self._scheduler = scheduler
-        self._hurry = hurry
-        self._saves = saves
+        self._wait = wait
         self._modes = modes
         self._rank = rank
         self._holding = holding
@@ -124,7 +121,7 @@ class Backlog:
         room = self._modes.record_room
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
         room.on(RoomEvent.ASKED)
-        with Wait(self._scheduler, self._hurry, self._saves) as wait:
+        with self._wait() as wait:
             held, most = await self._look(records_max)
             while held >= most:
                 status = self._mover.status

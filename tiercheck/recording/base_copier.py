@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from tiercheck.errors import DeadlineExceeded, TierCheckError
+from tiercheck.errors import DeadlineExceeded, FileSystemFull, TierCheckError
+from tiercheck.recording.reservations import AGAIN_S
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.runtime.waiting import settled
 from tiercheck.streams.state import StateCapture
@@ -47,11 +50,17 @@ class _Copied:
 
 
 class BaseCopier:
-    """Copies one base at a time. It calls ``arrived`` on the event loop for each base that it publishes."""
+    """Copies one base at a time. It calls ``arrived`` on the event loop for each base that it publishes.
 
-    def __init__(self, scheduler: Scheduler, arrived: Callable[[], None], *, deadline_s: float) -> None:
+    ``patience_s``: so long it waits for memory that others hold.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, arrived: Callable[[], None], *, deadline_s: float, patience_s: float
+    ) -> None:
         self._scheduler = scheduler
         self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._arrived = arrived
         self._newest: BaseInFlight | None = None
 
@@ -67,8 +76,9 @@ class BaseCopier:
         """``constants``: room for those that the capture brings. ``lazily``: while the next forward and backward pass
         run."""
         copied: Future[None] = Future()
-        made = self._scheduler.beside(lambda: _copy(capture, reservation, constants, copied, lazily))
-        published = self._scheduler.start(self._publish(made, reservation, constants))
+        copy = partial(_copy, capture, reservation, constants, copied, lazily)
+        made = self._made(self._scheduler.beside(copy), copy)
+        published = self._scheduler.start(self._publish(made, copied, reservation, constants))
         self._newest = BaseInFlight(version, capture, copied, published)
         return self._newest
 
@@ -77,19 +87,39 @@ class BaseCopier:
         if self._newest is not None and not await self._scheduler.ends(self._newest.published, self._deadline_s):
             raise DeadlineExceeded(f"base {self._newest.version} is still copied, after {self._deadline_s:g} s more")
 
+    async def _made(self, running: Future[_Copied], copy: Callable[[], _Copied]) -> _Copied:
+        """The result of the copy that is ``running``, or of a later one if others held the memory for that."""
+        # This ends before those who wait for the base until the same deadline: it has the reason.
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s - AGAIN_S
+        while True:
+            try:
+                return await settled(asyncio.wrap_future(running))  # a copy that still runs writes to the memory
+            except FileSystemFull:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+            running = self._scheduler.beside(copy)
+
     async def _publish(
-        self, made: Future[_Copied], reservation: Reservation, constants: Reservation | None
+        self,
+        made: Coroutine[Any, Any, _Copied],
+        copied: Future[None],
+        reservation: Reservation,
+        constants: Reservation | None,
     ) -> CopiedBase:
         left = [each for each in (constants, reservation) if each is not None]
         try:
-            copied = await settled(asyncio.wrap_future(made))  # a copy that still runs writes to the memory
-            base = copied.base
+            result = await made
+            base = result.base
             if base.nbytes is not None:
-                left = [each for each, _ in copied.unpublished]
-            for each, nbytes in copied.unpublished:
+                left = [each for each, _ in result.unpublished]
+            for each, nbytes in result.unpublished:
                 await each.publish(nbytes)
                 left.remove(each)
-        except BaseException:
+        except BaseException as error:
+            if not copied.done():
+                copied.set_exception(error)
             for each in left:
                 await _drop(each)
             raise
@@ -108,10 +138,12 @@ def _copy(
     copied: Future[None],
     lazily: bool,
 ) -> _Copied:
+    # The memory may be made here. As long as that fails, nothing has begun, and ``copied`` is not done.
+    constants_buffer, buffer = constants.buffer if constants is not None else None, reservation.buffer
     try:
-        if capture.constants is not None and constants is not None:
-            capture.constants.copy(constants.buffer)
-        capture.copy(reservation.buffer)
+        if capture.constants is not None and constants_buffer is not None:
+            capture.constants.copy(constants_buffer)
+        capture.copy(buffer)
     except BaseException as error:
         copied.set_exception(error)
         raise

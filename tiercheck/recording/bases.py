@@ -78,7 +78,7 @@ class Bases:
         self._rank = rank
         self._generation = generation
         self._settle = settle
-        self._copier = BaseCopier(scheduler, mover.nudge, deadline_s=config.deadline_s)
+        self._copier = BaseCopier(scheduler, mover.nudge, deadline_s=config.deadline_s, patience_s=memory.patience_s)
         self._newest: ShardKey | None = None
         """The newest base, if it is in the first tier; ``None`` if it failed."""
         self._reference: ShardKey | None = None

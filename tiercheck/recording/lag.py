@@ -7,10 +7,8 @@ from collections.abc import Callable
 from tiercheck.errors import SaveError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.modes import Modes, Room, RoomEvent
-from tiercheck.recording.saves import Saves
 from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["LagBound"]
 
@@ -23,10 +21,8 @@ class LagBound:
         self,
         hierarchy: OpenHierarchy,
         mover: MoverHandle,
-        scheduler: Scheduler,
-        hurry: Callable[[], None],
+        wait: Callable[[], Wait],
         *,
-        saves: Saves,
         modes: Modes,
         rank: int,
         versions_max: int,
@@ -34,9 +30,7 @@ class LagBound:
     ) -> None:
         self._urls = {tier.name: tier.driver.url for tier in hierarchy.tiers[1:]}
         self._mover = mover
-        self._scheduler = scheduler
-        self._hurry = hurry
-        self._saves = saves
+        self._new_wait = wait
         self._room = modes.lag_room
         self._rank = rank
         self._versions_max = versions_max
@@ -60,7 +54,7 @@ class LagBound:
     async def _wait(self, version: int) -> None:
         deadline_s = 0.0 if self._room.state is Room.IN_DOUBT else self._deadline_s
         self._room.on(RoomEvent.ASKED)
-        with Wait(self._scheduler, self._hurry, self._saves) as wait:
+        with self._new_wait() as wait:
             while lagging := self._lagging(version):
                 said = self._said(version, lagging)
                 if wait.waited_s >= deadline_s:

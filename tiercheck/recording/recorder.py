@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
@@ -27,6 +28,7 @@ from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX, RecordCloser
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
 from tiercheck.recording.stats import Stats
+from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
@@ -112,7 +114,8 @@ class Recorder:
         self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
         self._parts = StepParts(stream)
-        self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
+        wait = partial(Wait, scheduler, self._hurry, self._saves)
+        self._memory = Reservations(hierarchy.first, scheduler, self._make_room, wait, config)
         self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
         self._bases = Bases(
             stream,
@@ -133,8 +136,7 @@ class Recorder:
             hierarchy.first,
             mover,
             scheduler,
-            self._hurry,
-            saves=self._saves,
+            wait,
             modes=self._modes,
             rank=rank,
             holding=holding,
@@ -144,9 +146,7 @@ class Recorder:
         self._lag = LagBound(
             hierarchy,
             mover,
-            scheduler,
-            self._hurry,
-            saves=self._saves,
+            wait,
             modes=self._modes,
             rank=rank,
             versions_max=config.lag_max,

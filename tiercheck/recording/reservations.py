@@ -5,13 +5,16 @@ A driver is asynchronous. What it can do without waiting is done in the calling 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from tiercheck.errors import CapacityExceeded, TierCheckError, TierError
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded, FileSystemFull, TierCheckError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
+from tiercheck.recording.waits import Wait
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.tiers.driver import Reservation
 
@@ -21,29 +24,67 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+AGAIN_S = 0.25
+"""How often memory that others hold is asked for again, in seconds: each time costs what making some of it takes."""
+
 
 class Reservations:
     """The reservations in one first tier.
 
-    ``make_room`` makes the mover delete what may be deleted: true if something was. Each call waits ``deadline_s`` at
-    most, and :meth:`reserve` asks for no more room after that.
+    ``make_room`` makes the mover delete what may be deleted: true if something was. Each call waits for the deadline at
+    most, and :meth:`reserve` asks for no more room after that. ``wait``: a wait of training's, for room that others
+    hold. There is none if training is to go on without what could not be saved.
     """
 
     def __init__(
-        self, tier: OpenTier, scheduler: Scheduler, make_room: Callable[[], Awaitable[bool]], *, deadline_s: float
+        self,
+        tier: OpenTier,
+        scheduler: Scheduler,
+        make_room: Callable[[], Awaitable[bool]],
+        wait: Callable[[], Wait],
+        config: CheckpointConfig,
     ) -> None:
         self._tier = tier
         self._scheduler = scheduler
         self._make_room = make_room
-        self._deadline_s = deadline_s
+        self._wait = wait
+        self._deadline_s = config.deadline_s
+        self.patience_s = config.deadline_s if config.on_save_error == "fail" else 0.0
+        """So long what others hold is waited for."""
         self._ahead: Reservation | None = None
         """Memory for the next version's record, if the driver gives it without waiting."""
         self._ahead_nbytes = 0
         """So much of that is there."""
 
     async def reserve(self, key: ShardKey, nbytes: int, *, ready: bool = True) -> Reservation:
-        """Reserve memory. If the tier is full, try again each time that something was deleted from it. ``ready``: the
-        memory is there, so that asking for the buffer neither takes long nor fails."""
+        """Reserve memory. If the tier is full, try again each time that something was deleted from it. If others fill
+        what lies beneath it, wait for them. ``ready``: the memory is there, so that asking for the buffer neither takes
+        long nor fails."""
+        try:
+            return await self._reserved_with_room(key, nbytes, ready)
+        except FileSystemFull as error:
+            full = error
+        with self._wait() as wait:
+            while wait.waited_s < self.patience_s:
+                await wait.moment(f"there is no memory for {key}: {full}", look_s=AGAIN_S)
+                try:
+                    return await self._reserved(key, nbytes, ready)
+                except FileSystemFull as error:
+                    full = error
+        raise full
+
+    async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
+        """As :meth:`reserve`, called on the event loop, and without making room."""
+        until = asyncio.get_running_loop().time() + self.patience_s
+        while True:
+            try:
+                return await self._tier.driver.reserve(str(key), nbytes)
+            except FileSystemFull:
+                if asyncio.get_running_loop().time() >= until:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+
+    async def _reserved_with_room(self, key: ShardKey, nbytes: int, ready: bool) -> Reservation:
         until, more = self._scheduler.time() + self._deadline_s, True
         while True:
             try:
@@ -54,10 +95,6 @@ class Reservations:
             await self.drop_ahead()
             # What an older agent did answers to no question: one more try will show it.
             more = await self._make_room() and self._scheduler.time() < until
-
-    async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
-        """As :meth:`reserve`, called on the event loop, and for what there is room for as it is."""
-        return await self._tier.driver.reserve(str(key), nbytes)
 
     def reserve_ahead(self, key: ShardKey, nbytes: int) -> None:
         """Reserve memory for the next version's record; ``nbytes``: what the last record needed.

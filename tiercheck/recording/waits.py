@@ -42,8 +42,8 @@ class Wait:
     def waited_s(self) -> float:
         return self._scheduler.time() - self._began
 
-    async def moment(self, why: str) -> None:
-        """Wait until it is time to look again. ``why``: for the warning, if the wait has become long."""
+    async def moment(self, why: str, *, look_s: float = LOOK_S) -> None:
+        """Wait until it is time to look again, ``look_s``. ``why``: for the warning, if the wait has become long."""
         now = self._scheduler.time()
         if now - self._began >= TELL_S and not self._told:
             self._told = True
@@ -51,4 +51,4 @@ class Wait:
         if now - self._nudged >= NUDGE_S:
             self._hurry()
             self._nudged = now
-        await self._scheduler.sleep(LOOK_S)
+        await self._scheduler.sleep(look_s)

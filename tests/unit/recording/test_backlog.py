@@ -7,6 +7,7 @@ import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,7 @@ from tiercheck.recording import backlog
 from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.modes import Base, Modes, RoomEvent
 from tiercheck.recording.saves import Saves
+from tiercheck.recording.waits import Wait
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
 from tiercheck.replication.handle import MoverStatus
@@ -205,8 +207,7 @@ async def looking(
         tiers.first,
         cast(MoverHandle, SimpleNamespace(status=status)),
         scheduler,
-        lambda: None,
-        saves=Saves(config, modes),
+        partial(Wait, scheduler, lambda: None, Saves(config, modes)),
         modes=modes,
         rank=0,
         holding=holding,

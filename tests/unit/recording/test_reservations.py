@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from tests.training import FULL, Training, memory, recovered
-from tiercheck.errors import CapacityExceeded, SaveError, Transient
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded, FileSystemFull, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey
+from tiercheck.recording import base_copier, reservations
 from tiercheck.recording.reservations import Reservations
 from tiercheck.tiers.driver import Reservation, TierDriver
-from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.memory import MemoryDriver, _MemoryReservation
 from tiercheck.tiers.wrappers import MeteredDriver
 
 VERSION_2 = "differential/000000000002"
@@ -220,6 +222,104 @@ def test_what_fails_at_once_is_a_failed_save(call: str, times: int) -> None:
             training.step(2)
 
 
+BUSY = "somebody else fills it"
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold is asked for again at once."""
+    for module in (reservations, base_copier):
+        monkeypatch.setattr(module, "AGAIN_S", 0.001)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_training_waits_for_room_that_others_hold() -> None:
+    tier, training = Watched(failing("reserve_nowait", FileSystemFull(BUSY), times=9)), Training()
+    with training.attach(tier.hierarchy, on_save_error="fail") as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        stats = checkpointer.stats
+    assert len([call for call, _ in tier.of(VERSION_2) if call == "reserve_nowait"]) == 10
+    assert (stats.failed_saves, stats.differentials) == (0, 3)
+    assert stats.drain_stall_s > 0
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+@pytest.mark.usefixtures("at_once")
+def test_room_that_others_hold_is_waited_for_until_the_deadline() -> None:
+    tier, training = Watched(failing("reserve_nowait", FileSystemFull(BUSY), times=10**6)), Training()
+    with training.attach(tier.hierarchy, on_save_error="fail", deadline_s=0.2) as checkpointer:
+        training.step(1)
+        with pytest.raises(SaveError, match=BUSY):
+            training.step(2)
+        assert checkpointer.stats.drain_stall_s >= 0.2
+    assert len(tier.of(VERSION_2)) > 3
+
+
+def test_training_that_goes_on_without_a_save_waits_for_nobody() -> None:
+    tier, training = Watched(failing("reserve_nowait", FileSystemFull(BUSY), times=4)), Training()
+    with training.attach(tier.hierarchy, on_save_error="warn") as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert checkpointer.stats.failed_saves == 1
+    reserved = [call for call, _ in tier.of(VERSION_2) if call == "reserve_nowait"]
+    assert len(reserved) == 3, "ahead, in the step, and once more where nothing could be deleted"
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+class Occupied:
+    """The memory of one object, which others hold for so many looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: str, looks: int) -> None:
+        self.looks, original = looks, _MemoryReservation.buffer.fget  # type: ignore[attr-defined]  # a property
+
+        def buffer(reservation: Reservation) -> Any:
+            if of in reservation.key and self.looks > 0:
+                self.looks -= 1
+                raise FileSystemFull(BUSY)
+            return original(reservation)
+
+        monkeypatch.setattr(_MemoryReservation, "buffer", property(buffer))
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_base_waits_for_memory_that_others_hold_when_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    occupied = Occupied(monkeypatch, f"base/{version:012d}", 5)
+    url, training = memory(), Training()
+    with training.attach(Hierarchy.of(url), on_save_error="fail", base_every=2, bases="capture") as checkpointer:
+        for each in (1, 2, 3):
+            training.step(each)
+        checkpointer.flush()
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.bases) == (0, 2)
+    assert occupied.looks == 0
+    assert recovered(url) == (3, training.states[3])
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(("on_save_error", "looks"), [("warn", 1), ("fail", 10**6)])
+def test_a_base_whose_memory_others_keep_is_a_failed_save(
+    monkeypatch: pytest.MonkeyPatch, on_save_error: str, looks: int
+) -> None:
+    occupied = Occupied(monkeypatch, "base/000000000002", looks)
+    url, training = memory(), Training()
+    options: dict[str, Any] = {"base_every": 2, "bases": "capture", "on_save_error": on_save_error, "deadline_s": 1.0}
+    with training.attach(Hierarchy.of(url), **options) as checkpointer:
+        training.step(1)
+        if on_save_error == "fail":
+            with pytest.raises(SaveError, match=BUSY):
+                for version in (2, 3):
+                    training.step(version)
+            occupied.looks = 0
+        else:
+            for version in (2, 3):
+                training.step(version)
+            assert (checkpointer.stats.failed_saves, occupied.looks) == (1, 0)
+    assert recovered(url) == (checkpointer.version, training.states[checkpointer.version])
+
+
 class FullTier:
     """A tier that has room after so many deletions; and who makes them."""
 
@@ -233,7 +333,8 @@ class FullTier:
 
     def reservations(self, seconds: Iterator[float]) -> Reservations:
         opened, scheduler = types.SimpleNamespace(driver=self), types.SimpleNamespace(time=lambda: next(seconds))
-        return Reservations(opened, scheduler, self.make_room, deadline_s=60.0)  # type: ignore[arg-type]  # what is used
+        config = CheckpointConfig(deadline_s=60.0)
+        return Reservations(opened, scheduler, self.make_room, pytest.fail, config)  # type: ignore[arg-type]  # what is used
 
     async def make_room(self) -> bool:
         self.lacks -= 1

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tiercheck.errors import CapacityExceeded, Corruption, TierError, Transient, Unauthorized, Unsupported
+from tiercheck.errors import (
+    CapacityExceeded,
+    Corruption,
+    FileSystemFull,
+    TierError,
+    Transient,
+    Unauthorized,
+    Unsupported,
+)
 from tiercheck.types import Payload
 
 __all__ = [
@@ -41,8 +49,11 @@ _ERRORS: dict[int, tuple[type[TierError], str]] = {
         TierError,
         "the tier's own directory was removed while the tier was open, or its file system was unmounted; bring it back",
     ),
-    errno.ENOSPC: (CapacityExceeded, "the file system is full; free space, or choose a larger one"),
-    errno.EDQUOT: (CapacityExceeded, "the disk quota is used up; free space, or have it raised"),
+    errno.ENOSPC: (
+        FileSystemFull,
+        "the file system is full, of bytes ('df') or of files ('df -i'); free some, or choose a larger one",
+    ),
+    errno.EDQUOT: (FileSystemFull, "the disk quota is used up; free space, or have it raised"),
     errno.EFBIG: (CapacityExceeded, "the object is larger than the file system's largest file"),
     errno.EACCES: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
     errno.EPERM: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),

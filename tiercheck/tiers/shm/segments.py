@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiercheck.errors import CapacityExceeded, Transient
+from tiercheck.errors import CapacityExceeded, FileSystemFull, Transient
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.directories.object_files import CONTROL, Temporary, not_found
 from tiercheck.tiers.posix.files import try_lock, unlock_and_close
@@ -315,7 +315,7 @@ class SegmentDirectory(ObjectDirectory):
                     if empties_pool and self.empty_pool():
                         continue
                 free = os.statvfs(self.root)
-                raise CapacityExceeded(
+                raise FileSystemFull(
                     f"{stop} bytes do not fit into the shared memory: after {start} of them "
                     f"{free.f_bavail * free.f_frsize} are free; somebody else fills it: free it, or enlarge it with "
                     f"'mount -o remount,size=... {self.root.parent}'"

@@ -24,6 +24,7 @@ from tiercheck.errors import (
     CapacityExceeded,
     ConfigurationError,
     Corruption,
+    FileSystemFull,
     NotFound,
     TierError,
     Transient,
@@ -99,8 +100,8 @@ async def test_directories_and_files_are_private(root: Path) -> None:
 
 
 ERRORS = {
-    errno.ENOSPC: CapacityExceeded,
-    errno.EDQUOT: CapacityExceeded,
+    errno.ENOSPC: FileSystemFull,
+    errno.EDQUOT: FileSystemFull,
     errno.EIO: Transient,
     errno.EROFS: Unauthorized,
     errno.EACCES: Unauthorized,
