@@ -6,11 +6,12 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tiercheck.errors import CapacityExceeded
+from tiercheck.errors import CapacityExceeded, FileSystemFull
 from tiercheck.tiers.shm.driver import ShmDriver, namespaces
 
 pytestmark = pytest.mark.cluster
@@ -81,27 +82,54 @@ async def test_a_reader_in_another_process_cannot_write(name: str) -> None:
         assert bytes(await driver.get("sealed")) == b"s" * MIB
 
 
-async def test_memory_that_another_process_fills_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
-    """The real thing: a small tmpfs, and a writer beside us that takes what is left of it."""
+@pytest.fixture
+async def small(tmp_path: Path) -> AsyncIterator[Path]:
+    """A tmpfs of 24 MiB."""
     status, messages = await run("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", tmp_path)
     if status:
         pytest.skip(f"cannot mount a tmpfs: {messages.strip()}")
     try:
-        async with ShmDriver("full", size=20 * MIB, mount=tmp_path) as driver:
-            await driver.prepare_reservations([(4 * MIB, 2)])
-            held = await driver.reserve("a", 4 * MIB)
-            await run("dd", "if=/dev/zero", f"of={tmp_path}/others", "bs=1M")
-            held.buffer[:] = b"x" * (4 * MIB)  # is ours, whatever others do
-            second = await driver.reserve("b", 4 * MIB)
-            second.buffer[:] = b"y" * (4 * MIB)
-            with pytest.raises(CapacityExceeded, match="somebody else fills it"):
-                await driver.reserve("c", MIB)
-            with pytest.raises(CapacityExceeded, match="somebody else fills it"):
-                await driver.prepare_reservations([(MIB, 2)])
-            await held.publish()
-            await second.publish(3 * MIB)
-            assert bytes(await driver.get("a")) == b"x" * (4 * MIB)
-            assert bytes(await driver.get("b")) == b"y" * (3 * MIB)
-            await driver.put("c", [b"z" * (MIB // 2)])  # in what the second one has left
+        yield tmp_path
     finally:
         assert await run("umount", "-l", tmp_path) == (0, "")
+
+
+async def test_memory_that_another_process_fills_is_an_error_and_no_sigbus(small: Path) -> None:
+    """The real thing: a small tmpfs, and a writer beside us that takes what is left of it."""
+    async with ShmDriver("full", size=20 * MIB, mount=small) as driver:
+        await driver.prepare_reservations([(4 * MIB, 2)])
+        held = await driver.reserve("a", 4 * MIB)
+        await run("dd", "if=/dev/zero", f"of={small}/others", "bs=1M")
+        held.buffer[:] = b"x" * (4 * MIB)  # is ours, whatever others do
+        second = await driver.reserve("b", 4 * MIB)
+        second.buffer[:] = b"y" * (4 * MIB)
+        with pytest.raises(CapacityExceeded, match="somebody else fills it"):
+            await driver.reserve("c", MIB)
+        with pytest.raises(CapacityExceeded, match="somebody else fills it"):
+            await driver.prepare_reservations([(MIB, 2)])
+        await held.publish()
+        await second.publish(3 * MIB)
+        assert bytes(await driver.get("a")) == b"x" * (4 * MIB)
+        assert bytes(await driver.get("b")) == b"y" * (3 * MIB)
+        await driver.put("c", [b"z" * (MIB // 2)])  # in what the second one has left
+
+
+@pytest.mark.parametrize("size", [None, 20 * MIB])
+async def test_what_others_held_when_the_tier_was_opened_can_be_had_when_they_have_freed_it(
+    small: Path, size: int | None
+) -> None:
+    async with ShmDriver("full", size=size, mount=small) as driver:
+        await driver.put("a", [bytes(MIB)])
+    others = small / "others"
+    others.write_bytes(bytes(18 * MIB))
+    async with ShmDriver("full", size=size, mount=small) as driver:
+        with pytest.raises(FileSystemFull, match=r"is what others left of the shared memory.*remount"):
+            await driver.put("b", [bytes(10 * MIB)])
+        others.write_bytes(bytes(8 * MIB))
+        await driver.put("b", [bytes(10 * MIB)])
+        others.unlink()
+        if size is None:
+            await driver.put("c", [bytes(11 * MIB)])
+        else:
+            with pytest.raises(CapacityExceeded, match="of 20971520 are in use; give the tier a larger size="):
+                await driver.put("c", [bytes(11 * MIB)])

@@ -59,8 +59,9 @@ class ShmDriver(FileDriver):
 
     ``size`` is checked when the tier is opened: a shared memory that is smaller is an error then, not a
     failed save later (a warning, if the tier holds objects already: a recovery may need them). Without it the
-    limit is what is free, plus what the namespace holds already. While an object is being overwritten, both the old
-    and the new one count. ``pool`` bounds the memory kept for reuse (default: all of ``size``, without it half of the
+    limit is what is free, plus what the namespace holds already. A limit that is less than ``size``, or that there was
+    no ``size`` for, grows if others free memory. While an object is being overwritten, both the old and the new one
+    count. ``pool`` bounds the memory kept for reuse (default: all of ``size``, without it half of the
     limit); it is never in the way of an object, and what is more than :meth:`expect` says is given back. ``mount`` is
     another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
 
@@ -132,6 +133,7 @@ class ShmDriver(FileDriver):
         held = namespace_bytes(segments.root)
         status = os.statvfs(segments.root)
         free = status.f_bavail * status.f_frsize
+        segments.size = self._size
         segments.limit_bytes = free + held if self._size is None else self._size
         if segments.limit_bytes > free + held:
             short = (

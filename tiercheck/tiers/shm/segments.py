@@ -67,6 +67,8 @@ class SegmentDirectory(ObjectDirectory):
     def __init__(self, root: Path) -> None:
         super().__init__(root, durable=False)
         self.limit_bytes = 0
+        self.size: int | None = None
+        """What ``limit_bytes`` is to be. It is less while others leave less; ``None``: it is what they leave."""
         self.pool_bytes = 0
         self.advise_huge_pages = False
         self._is_prepared = False
@@ -330,9 +332,17 @@ class SegmentDirectory(ObjectDirectory):
             self.reclaim()
             used = self._accounting.set(charged=self.held_bytes(locked=True)).charged
             room = self.limit_bytes - used
+            if room < nbytes and self.limit_bytes != self.size:  # others held memory when the tier was opened
+                free = os.statvfs(self.root)
+                most = used + free.f_bavail * free.f_frsize
+                self.limit_bytes = max(self.limit_bytes, most if self.size is None else min(most, self.size))
+                room = self.limit_bytes - used
         if room < nbytes:
-            raise CapacityExceeded(
-                f"{nbytes} bytes do not fit: {used} of {self.limit_bytes} are in use; "
-                f"give the tier a larger size=, or delete objects"
+            message = f"{nbytes} bytes do not fit: {used} of {self.limit_bytes} are in use; "
+            if self.limit_bytes == self.size:
+                raise CapacityExceeded(f"{message}give the tier a larger size=, or delete objects")
+            raise FileSystemFull(
+                f"{message}that is what others left of the shared memory: free it, delete objects, or enlarge it with "
+                f"'mount -o remount,size=... {self.root.parent}'"
             )
         return room
