@@ -129,7 +129,8 @@ def measured(name: str, nbytes: int, arguments: argparse.Namespace) -> list[Resu
         with holder(python, order) if kind.holder else nullcontext(), Watch(directory) as watch:
             trained = list(launch(python, "train", order, watch))
             restarted = [line for _ in range(RESTARTS) for line in launch(python, "restart", order, watch)]
-        return results_of(order, trained, restarted, watch.peak - watch.level)
+            (restored,) = launch(python, "restore", order, watch)
+        return results_of(order, trained, restarted, restored, watch.peak - watch.level)
     finally:
         delete(directory)
         for left in SHARED_MEMORY.glob(f"*{directory.name}*"):
@@ -137,7 +138,7 @@ def measured(name: str, nbytes: int, arguments: argparse.Namespace) -> list[Resu
 
 
 def launch(python: str, what: str, order: Order, watch: Watch) -> Iterator[dict[str, Any]]:
-    """What the process says; the last line has a digest. It ends by a signal, with all that it has started."""
+    """What the process says, up to a line with a digest or a first step. It ends by a signal, with all that it has started."""
     with tempfile.TemporaryFile("w+") as errors:
         job = started(python, what, order, errors)
         ended = False
@@ -150,7 +151,7 @@ def launch(python: str, what: str, order: Order, watch: Watch) -> Iterator[dict[
                 if "warm" in told:
                     watch.begin(job.pid)
                     continue
-                ended = "digest" in told
+                ended = not told.keys().isdisjoint(("digest", "first_step_s"))
                 yield told
             if not ended:
                 job.wait(END_S_MAX)

@@ -1,6 +1,6 @@
 """What each process of ``python -m benchmarks peers`` runs: a training job that one way saves, or that it restarts.
 
-Arguments: ``train | restart | hold``, a JSON object (:class:`Order`). Prints JSON objects, a line each.
+Arguments: ``train | restart | restore | hold``, a JSON object (:class:`Order`). Prints JSON objects, a line each.
 
 It knows nothing of TierCheck, and runs in an environment that has torch and the library of its way.
 """
@@ -93,7 +93,7 @@ def main() -> None:
         signal.pause()
     fields = json.loads(given)
     order = Order(**{**fields, "every": tuple(fields["every"])})
-    {"train": train, "restart": restart}[what](order)
+    {"train": train, "restart": restart, "restore": restore}[what](order)
 
 
 def say(**line: Any) -> None:
@@ -170,11 +170,17 @@ def restart(order: Order) -> None:
     training = Training(order, seed=2)
     way = WAYS[order.way].make(training.job)
     wake(order.wake_bytes)
-    start = time.perf_counter()
+    # One after the other, as a user's job: what a way still does beside training has no other time to do it in.
+    say(load_s=timed(way.load), first_step_s=timed(training.step))
+    signal.pause()
+
+
+def restore(order: Order) -> None:
+    """What a process that restarts has before its first step."""
+    training = Training(order, seed=2)
+    way = WAYS[order.way].make(training.job)
     way.load()
-    loaded = time.perf_counter()
-    digest = training.digest()
-    say(load_s=loaded - start, first_step_s=timed(training.step), digest=digest)
+    say(digest=training.digest())
     signal.pause()
 
 

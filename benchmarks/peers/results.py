@@ -59,12 +59,16 @@ Result = StepCost | VersionCost
 
 
 def results_of(
-    order: Order, trained: Sequence[Mapping[str, Any]], restarted: Sequence[Mapping[str, Any]], peak_bytes: int
+    order: Order,
+    trained: Sequence[Mapping[str, Any]],
+    restarted: Sequence[Mapping[str, Any]],
+    restored: Mapping[str, Any],
+    peak_bytes: int,
 ) -> list[Result]:
     """The cost of a step at each interval, and that of a version. Errors: ``RuntimeError`` if another state was
     restored than was saved."""
     *blocks, first, later, last = trained
-    if {again["digest"] for again in restarted} != {last["digest"]}:
+    if restored["digest"] != last["digest"]:
         raise RuntimeError("what was restored is not what was saved last")
     found: list[Result] = []
     for every in dict.fromkeys(block["every"] for block in blocks):
