@@ -138,7 +138,7 @@ def measured(name: str, nbytes: int, arguments: argparse.Namespace) -> list[Resu
 
 
 def launch(python: str, what: str, order: Order, watch: Watch) -> Iterator[dict[str, Any]]:
-    """What the process says, up to a line with a digest or a first step. It ends by a signal, with all that it has started."""
+    """What the process says, up to a digest or a first step. It ends by a signal, with all that it has started."""
     with tempfile.TemporaryFile("w+") as errors:
         job = started(python, what, order, errors)
         ended = False
