@@ -31,6 +31,7 @@ from enum import StrEnum
 from functools import cached_property
 
 __all__ = [
+    "COMMITS",
     "JOB",
     "KEY_BYTES_MAX",
     "LINEAGE",
@@ -65,6 +66,7 @@ NBYTES_MAX = 10**15
 JOB = "job/"
 """What concerns all ranks."""
 LINEAGE = "job/lineage/"
+COMMITS = "job/commits/"
 MARKERS = "done/"
 """Of all ranks: the coordinator's to list."""
 REPLICATION = "replication/"

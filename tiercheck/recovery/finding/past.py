@@ -309,6 +309,13 @@ class Past:
         return max((max(each.others_last, *each.last, 0) for each in self.different), default=0)
 
     @property
+    def committed_to(self) -> int:
+        """The newest version of the job's own past that was whole in a tier that all ranks share, by a commit record;
+        0 if there is none. Its generation counts even if no shard is left of it."""
+        lineage = Lineage.of(self.branches)
+        return max((spans[-1][1] for each in self.different if (spans := admitted(each.committed, lineage))), default=0)
+
+    @property
     def done_without(self) -> tuple[str, ...]:
         """What tiers were done without."""
         away = self.away

@@ -139,7 +139,7 @@ def check_nothing_is_lost(
     Errors: ``RecoveryError`` naming what was found where; with ``restart`` only if it may come back.
     """
     said = [*evidence(past), *([lacking] if lacking else [])]
-    if not said or (past.only_begun and not lacking):
+    if not said or (past.only_begun and not lacking and not past.committed_to):
         if past.lineage.newest:
             log.warning(
                 "generation %d was opened here, and nothing that was trained in it is left: this job begins at "
@@ -147,7 +147,7 @@ def check_nothing_is_lost(
                 past.lineage.newest,
             )
         return
-    newest = max([past.trained_to, *(branch.left_at for branch in past.branches)])
+    newest = max([past.trained_to, past.committed_to, *(branch.left_at for branch in past.branches)])
     found = "; ".join(said)
     what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
     if failed:
@@ -183,6 +183,9 @@ def evidence(past: Past) -> list[str]:
             if last > 0
         ]
         said.append(f"rank {rank}: {', and '.join(parts) or 'nothing'}")
+    if committed := past.committed_to:
+        tiers = ", ".join(tier.name for tier in past.tiers if tier.shared)
+        said.append(f"commit records in {tiers}: version {committed} was whole there")
     left = [branch for branch in past.branches if branch.left_at > 0]
     if left:
         newest = left[-1]

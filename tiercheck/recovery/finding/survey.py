@@ -20,7 +20,7 @@ import xxhash
 from tiercheck import keys, schema
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, Stream, rank_prefix
+from tiercheck.keys import COMMITS, LINEAGE, ClaimKey, CommitKey, LineageKey, ShardKey, Stream, rank_prefix
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.objects.asking import patiently
@@ -46,6 +46,8 @@ class Looked:
     recorded: set[int] = field(default_factory=set)
     """Generations with a lineage record here, readable or not, and those that such records tell of."""
     claims: set[ClaimKey] = field(default_factory=set)
+    commits: set[CommitKey] = field(default_factory=set)
+    """In a tier that all ranks share, as rank 0 sees them: one listing is enough."""
     generations: set[int] = field(default_factory=set)
     """Generations of which this rank has a shard here; in a tier inside a node, any rank."""
     set_aside: list[SetAside] = field(default_factory=list)
@@ -72,6 +74,8 @@ class Survey:
     set_aside: frozenset[SetAside] = frozenset()
     away: tuple[tuple[int, str], ...] = ()
     """Tiers that could not be listed, and why."""
+    commits: frozenset[CommitKey] = frozenset()
+    """As in :class:`Looked`."""
     stores: frozenset[str] = frozenset()
     """URLs of tiers that all ranks share, of which another tier says that a generation was recorded there."""
     nbytes: Mapping[Copy, int] = field(default_factory=dict, compare=False)
@@ -102,6 +106,7 @@ class Survey:
             self.generations | other.generations,
             self.set_aside | other.set_aside,
             other.away,
+            self.commits | other.commits,
             self.stores | other.stores,
             {**self.nbytes, **other.nbytes},
         )
@@ -133,6 +138,7 @@ async def survey(
         away=tuple(
             (tier.index, str(look)) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, TierError)
         ),
+        commits=frozenset(commit for _, look in found for commit in look.commits),
         stores=frozenset(url for _, look in found for url in look.stores),
         nbytes={Copy(tier.index, key): nbytes for tier, look in found for key, nbytes in look.own.items()},
     )
@@ -144,6 +150,8 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}
     prefixes = (LINEAGE, rank_prefix(rank)) if tier.seen_by_all else ("",)
+    if tier.seen_by_all and rank == 0:
+        prefixes = (COMMITS, *prefixes)
     async for info in tier.listed(prefixes):
         key = keys.parse(info.key)
         if isinstance(key, ShardKey):
@@ -156,6 +164,8 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
                 others[key.rank] = max(key, newest, key=lambda each: (each.generation, each.last))
         elif isinstance(key, ClaimKey):
             looked.claims.add(key)
+        elif isinstance(key, CommitKey):
+            looked.commits.add(key)
         elif isinstance(key, LineageKey):
             records[key] = info.nbytes
     looked.others = set(others.values())

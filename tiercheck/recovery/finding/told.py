@@ -72,6 +72,8 @@ class Told:
     """Why it cannot use such copies, and which: the first ones."""
     other_nodes: tuple[Span, ...] = ()
     """The generations of its shards in the memory of other nodes."""
+    committed: Reachable = ()
+    """The versions of commit records, in tiers that all ranks share."""
     stores: tuple[str, ...] = ()
     """As of :class:`~tiercheck.recovery.finding.survey.Survey`."""
 
@@ -126,6 +128,10 @@ class Told:
                 for source, why in sorted(whole.items())[:named_max]
             ),
             other_nodes=spans_of(found),
+            committed=tuple(
+                (generation, spans_of(each.version for each in survey.commits if each.generation == generation))
+                for generation in sorted({each.generation for each in survey.commits})
+            ),
             stores=tuple(sorted(survey.stores)),
         )
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from tests.failing import Failing
+from tests.training import Training, memory
 from tests.unit.recovery.test_restorer import CONFIG, WORLD, Cluster, check, reference
 from tests.watched import rewritten
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import (
     CapacityExceeded,
     Mismatch,
@@ -239,6 +241,30 @@ def test_a_lineage_that_had_versions_is_no_new_job(tmp_path: Path) -> None:
         assert isinstance(outcome, RecoveryError)
         assert "generation 2 left generation 1 at version 5" in str(outcome)
     cluster.forget()
+
+
+def test_commits_without_the_versions_are_no_new_job(tmp_path: Path) -> None:
+    """Of a job's only generation nothing else tells what was trained in it."""
+
+    def life(last: int, **config: Any) -> tuple[Checkpointer, list[int]]:
+        url, training = memory(), Training()
+        checkpointer = training.attach(Hierarchy.of(url, f"nvme://{tmp_path}?survives=rack"), base_every=4, **config)
+        for version in range(1, last + 1):
+            training.step(version)
+        checkpointer.close()
+        MemoryDriver.forget(url.removeprefix("memory://"))
+        committed = [int(path.name) for path in tmp_path.glob("job/commits/g*/*")]
+        for rank in tmp_path.glob("r*"):
+            shutil.rmtree(rank)
+        return checkpointer, committed
+
+    _, committed = life(6)
+    assert max(committed) == 4
+    with pytest.raises(RecoveryError, match=r"versions up to 4 were saved.*commit records in nvme: version 4"):
+        life(6)
+    life(0, on_nothing_left="restart")
+    checkpointer, _ = life(1)
+    assert checkpointer.recovery is None, "what was given up tells of nothing"
 
 
 def test_what_is_left_of_a_job_that_captured_nothing_is_a_new_job(cluster: Cluster) -> None:
