@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,34 @@ async def test_killed_again_and_again_under_a_trainer(node: Node) -> None:
         covered = {v for key in keys if isinstance(key, ShardKey) for v in key.versions}
         assert covered.issuperset(range(30, 41)), covered
         assert CommitKey(1, 40) in keys
+
+
+@pytest.mark.parametrize("removed", ["the directory", "the lock", "the socket"])
+async def test_an_agent_whose_files_are_removed_ends_and_another_goes_on(node: Node, removed: str) -> None:
+    """What tidies temporary files does that to a job of many days."""
+    run = RunDirectory.of(node.name)
+    job = node.job(node.shm())
+    async with started(node) as client, node.open(job) as hierarchy:
+        first = client.hello.pid
+        await open_generation(hierarchy)
+        mover = RemoteMover(client, hierarchy.first.driver, job)
+        await mover.register()
+        await capture(hierarchy, base(0))
+        if removed == "the directory":
+            shutil.rmtree(run.root)
+        else:
+            (run.lock if removed == "the lock" else run.socket).unlink()
+        async with asyncio.timeout(30):
+            while Path(f"/proc/{first}").exists():  # noqa: ASYNC110  (it is no child of ours)
+                await asyncio.sleep(0.02)
+        await capture(hierarchy, record(1))
+        await mover.drain(60, closing=True)
+        assert mover.status.watermark == 0
+        assert client.hello.pid != first
+    if removed == "the directory":
+        assert "were removed from" not in run.log_tail(), "the log went with it"
+    else:
+        assert "were removed from" in run.log_tail(lines=100)
 
 
 async def test_of_many_processes_one_starts_it_and_it_outlives_them_all(node: Node) -> None:

@@ -212,6 +212,7 @@ class AgentClient:
     async def _have_agent(self, until: float) -> None:
         """See to it that one runs."""
         loop = asyncio.get_running_loop()
+        self._run.make()
         if self._run.agent_lives():
             return
         if self._settings is None:

@@ -55,19 +55,26 @@ class RunDirectory:
                 f"{run.socket} is too long for a socket ({SOCKET_BYTES_MAX} bytes); point TIERCHECK_RUN_DIR at a "
                 "directory with a shorter path"
             )
+        run.make()
+        return run
+
+    def make(self) -> None:
+        """Make the directory if it is missing: what tidies temporary files may have removed it. Errors:
+        ``ConfigurationError``, as of :meth:`of`."""
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = root.lstat()
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.root.lstat()
         except OSError as error:
             raise ConfigurationError(
-                f"the agent's files need the directory {root}: {error}; point TIERCHECK_RUN_DIR at one of this node "
-                "that can be written to"
+                f"the agent's files need the directory {self.root}: {error}; point TIERCHECK_RUN_DIR at one of this "
+                "node that can be written to"
             ) from error
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise ConfigurationError(f"{root} is no directory of this user's; remove it, or set TIERCHECK_RUN_DIR")
+            raise ConfigurationError(f"{self.root} is no directory of this user's; remove it, or set TIERCHECK_RUN_DIR")
         if stat.S_IMODE(status.st_mode) & 0o077:
-            raise ConfigurationError(f"{root} can be entered by other users; run 'chmod 700 {root}' or choose another")
-        return run
+            raise ConfigurationError(
+                f"{self.root} can be entered by other users; run 'chmod 700 {self.root}' or choose another"
+            )
 
     @property
     def socket(self) -> Path:
@@ -107,7 +114,10 @@ class RunDirectory:
 
     def incarnation(self) -> str | None:
         """Which agent of this name is running: each has another one. Empty while it starts; ``None`` for none."""
-        descriptor = lock_file(self.lock, shared=True)
+        try:
+            descriptor = lock_file(self.lock, shared=True)
+        except FileNotFoundError:  # the directory was removed: no trainer finds an agent there
+            return None
         if descriptor is None:
             return self.lock.read_text().partition(" ")[0]
         unlock_and_close(descriptor)
@@ -117,9 +127,17 @@ class RunDirectory:
         """What :meth:`incarnation` and :attr:`process` tell; ``lock`` is the open file :attr:`lock`, which is held."""
         os.pwrite(lock, f"{incarnation} {os.getpid()}".encode(), 0)
 
+    def is_found_by(self, lock: int) -> bool:
+        """Whether trainers find the agent that has opened ``lock``: its files, or the directory, may have been removed."""
+        try:
+            return os.path.samestat(os.fstat(lock), self.lock.stat()) and self.socket.exists()
+        except FileNotFoundError:
+            return False
+
     @property
     def process(self) -> str:
         """The agent's process, for a message."""
+        pid = ""
         try:
             pid = self.lock.read_text().partition(" ")[2]
             stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t") if pid else False

@@ -154,10 +154,11 @@ class Agent:
         """Until told to end, or, where a trainer started it, until nobody has needed it for a while.
 
         Errors: whatever has ended its answers to the trainers, or its peer server: an agent that lives and no longer
-        answers would be waited for.
+        answers would be waited for. ``ConfigurationError`` if its files were removed: trainers have started another.
         """
         while not self.ending.is_set():
             self._check_answering()
+            self._check_files()
             unneeded_s = self.unneeded_s()
             if unneeded_s > min(self.settings.idle_s, self.settings.linger_s) and self._has_nothing():
                 await self._free_neighbours_memory()
@@ -179,6 +180,14 @@ class Agent:
                     await self.ending.wait()
         if self.drain_first:
             await self.drain()
+
+    def _check_files(self) -> None:
+        assert self._lock is not None
+        if not self.run.is_found_by(self._lock):
+            raise ConfigurationError(
+                f"this agent's files were removed from {self.run.root}, so that no trainer finds it: it ends. If "
+                "temporary files are tidied there, point TIERCHECK_RUN_DIR at another directory"
+            )
 
     def _has_nothing(self) -> bool:
         """No replication job, no trainer that may come with one, nothing that a neighbour could read."""
