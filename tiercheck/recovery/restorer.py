@@ -186,7 +186,8 @@ class Restorer:
         """Bring what was saved under another layout into this one, or what was saved under this one before another;
         ``None`` if there is no version of it that all ranks can come to."""
         only = None if self._turn is None else self.request.version
-        relayout = Relayout(self.memories, self.state, self.ranks, lineage, layout, only)
+        changed = not layout.is_like(self._here)
+        relayout = Relayout(self.memories, self.state, self.ranks, lineage, layout, only, changed=changed)
         converted = await relayout.restore(began)
         if converted is None:
             self._lacking = self._lacking or relayout.lacking

@@ -19,7 +19,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tiercheck.errors import CapacityExceeded, Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
+from tiercheck.errors import (
+    CapacityExceeded,
+    Closed,
+    JobConflict,
+    NotFound,
+    SaveError,
+    TierError,
+    Transient,
+    Unauthorized,
+)
 from tiercheck.hierarchy import OpenTier
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.shutdown import process_ends
@@ -72,6 +81,8 @@ class _Trouble:
     """What takes long to fail gets half of the time at most."""
     error: str = ""
     cause: str = ""
+    lacks_object: bool = False
+    """An object is not there: what has failed before that, or with others, may say why."""
 
     def failed(self, now: float, error: str, cause: str, took_s: float, pause_max_s: float) -> None:
         self.failures += 1
@@ -161,7 +172,8 @@ class TierBackoff:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Per tier in trouble: what has been failing for longest, with its object and its last error."""
+        """Per tier in trouble: what has been failing for longest, with its object and its last error. That an object is
+        not there is told only if nothing else fails."""
         return {name: _text(tier) for name, tier in self._tiers.items() if tier.actions}
 
     def failures(self, tier: OpenTier, name: tuple[str, str]) -> int:
@@ -235,6 +247,7 @@ class TierBackoff:
         cause.kinds.add(action.kind)
         most_s = self._pause_max_s
         trouble.failed(now, text, why, took_s, most_s)
+        trouble.lacks_object = isinstance(error, NotFound)
         log.log(
             logging.WARNING if cause.is_to_tell else logging.DEBUG,
             "tier %s: %s: %s; trying again, every %g s at most%s",
@@ -273,7 +286,8 @@ def _tell_what_is_over(tier: OpenTier, state: _OfTier, kind: str) -> None:
 
 
 def _text(tier: _OfTier) -> str:
-    (name, oldest), *others = sorted(tier.actions.items(), key=lambda each: each[1].since)
+    troubles = sorted(tier.actions.items(), key=lambda each: (each[1].lacks_object, each[1].since))
+    (name, oldest), *others = troubles
     more = f" (and {len(others)} more in trouble)" if others else ""
     return f"{_what(name)}: {oldest.error}{more}"
 

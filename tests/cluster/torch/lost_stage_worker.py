@@ -264,6 +264,7 @@ def check_found(job: Job) -> Iterator[str]:
     if (recovery.version, recovery.fidelity) != (LOST_AT, "approximate"):
         yield f"recovered {recovery}"
     if job.rank == 2:
+        yield from missing(" ".join(recovery.notes), "not each rank could read its own; this rank took its part from")
         yield from missing(" ".join(recovery.notes), f"what rank 2 alone had at version {LOST_AT} (random generators")
     yield from differing("state", state, job.own())
     job.checkpointer.abort()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiercheck.errors import CapacityExceeded, Corruption, JobConflict, TierError, Transient, Unauthorized
+from tiercheck.errors import CapacityExceeded, Corruption, JobConflict, NotFound, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
 from tiercheck.replication.backoff import RETRY, TROUBLES_MAX, Action, SourceError, TierBackoff
 from tiercheck.runtime.backoff import Backoff
@@ -193,6 +193,17 @@ async def test_the_trouble_that_lasts_longest_is_shown_with_its_object(store: St
     assert store.attempts.errors == {"store": "copying base: its marker says otherwise (and 1 more in trouble)"}
     await store.look("later")
     assert store.attempts.errors == {"store": "copying later: no room"}
+
+
+async def test_that_an_object_is_not_there_is_shown_only_if_nothing_else_fails(store: Store, clock: Clock) -> None:
+    """The tier's directory was removed: what says so comes later than what lacks its object."""
+    store.errors = {"base": NotFound("there is no object"), "later": TierError("the directory was removed")}
+    await store.look("base")
+    clock.ahead_s += 10.0
+    await store.look("base", "later")
+    assert store.attempts.errors == {"store": "copying later: the directory was removed (and 1 more in trouble)"}
+    await store.look("base")
+    assert store.attempts.errors == {"store": "copying base: there is no object"}
 
 
 async def test_an_error_that_nobody_foresaw_is_the_actions_own_and_told_with_its_traceback(

@@ -128,7 +128,7 @@ class RunDirectory:
         os.pwrite(lock, f"{incarnation} {os.getpid()}".encode(), 0)
 
     def is_found_by(self, lock: int) -> bool:
-        """Whether trainers find the agent that has opened ``lock``: its files, or the directory, may have been removed."""
+        """Whether trainers find the agent that has opened ``lock``: its files may have been removed."""
         try:
             return os.path.samestat(os.fstat(lock), self.lock.stat()) and self.socket.exists()
         except FileNotFoundError:

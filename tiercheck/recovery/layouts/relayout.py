@@ -74,7 +74,8 @@ class _Round:
 class Relayout:
     """Brings what was saved under one ``layout`` into the live state: call :meth:`restore`, once. Collective.
 
-    ``lineage``: of the job's past, an era under that layout. ``only``: no other version will do. Each rank waits for
+    ``lineage``: of the job's past, an era under that layout. ``only``: no other version will do. ``changed``: the job
+    has another layout now; else a rank takes what another one holds alike. Each rank waits for
     tiers until the deadline, once for each step.
     """
 
@@ -86,6 +87,8 @@ class Relayout:
         lineage: Lineage,
         layout: Layout,
         only: int | None = None,
+        *,
+        changed: bool,
     ) -> None:
         self._hierarchy = memories.reading
         self._state = state
@@ -93,6 +96,7 @@ class Relayout:
         self._lineage = lineage
         self._layout = layout
         self._only = only
+        self._changed = changed
         self._conversion: Conversion = state.conversion()
         self._old = OldRanks(memories, ranks, lineage, layout, self._conversion.read_identity)
         self._fetching = Fetching(memories.reading, ranks, memories.place)
@@ -346,7 +350,8 @@ class Relayout:
 
     def _said(self, needed: Collection[int]) -> str:
         size = self._layout.world_size
-        said = f"saved by {size} ranks under another layout; this rank took its part from {first_of(needed)}"
+        saved = f"saved by {size} ranks under another layout" if self._changed else "not each rank could read its own"
+        said = f"{saved}; this rank took its part from {first_of(needed)}"
         if not self._replays:
             said += (
                 "; its optimizer is not one whose steps can be replayed apart from the job (torch's, or registered in "
