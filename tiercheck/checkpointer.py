@@ -228,6 +228,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         the caller has seen that something was. Errors: as :meth:`capture`."""
         return run(self._job.live().recapture(moved=moved))
 
+    def make_up(self) -> None:
+        """If an interrupt has kept the newest version out of the first tier, a base of it is captured; nothing once
+        this is closed. Errors: as :meth:`capture`."""
+        if not self._opened.resources.given_back:
+            run(self._job.live().make_up())
+
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
         run(self._job.live().skip(version))

@@ -262,6 +262,9 @@ class NumberStream:
     def frozen_changed(self) -> bool:
         return self._recorded != self.state.frozen.tobytes()
 
+    def reformed(self) -> bool:
+        return False
+
     def masters_rewritten(self) -> tuple[str, ...]:
         return ()
 

@@ -115,6 +115,10 @@ class Iterations:
         self._meet_once()
         self._provider.beside.says_end = True
         self._provider.beside.ends_epoch |= ends_epoch
+        if (
+            self._pending is None and self._ended and not self._begun
+        ):  # said twice: the first call may have been broken off
+            self._checkpointer.make_up()
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:

@@ -17,8 +17,8 @@ from tiercheck.errors import DeadlineExceeded, SaveError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
-from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
-from tiercheck.recording.waits import Wait
+from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes
+from tiercheck.recording.waits import Wait, asking
 from tiercheck.replication.mover import MoverHandle, MoverStatus
 from tiercheck.runtime.runtime import Scheduler
 
@@ -118,10 +118,7 @@ class Backlog:
 
     async def _room(self, records_max: int) -> tuple[int, int]:
         """As :meth:`_look`, when there is room for one more."""
-        room = self._modes.record_room
-        deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
-        room.on(RoomEvent.ASKED)
-        with self._wait() as wait:
+        with asking(self._modes.record_room, self._deadline_s) as deadline_s, self._wait() as wait:
             held, most = await self._look(records_max)
             while held >= most:
                 status = self._mover.status
@@ -129,7 +126,6 @@ class Backlog:
                 instead = late and wait.waited_s >= self._patience_s(status, deadline_s)
                 if (instead or (self._folds and status.not_folded)) and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
-                    room.on(RoomEvent.FOUND)
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
                 why = status.holds_up or "the mover has not said why"
@@ -138,7 +134,6 @@ class Backlog:
                     raise SaveError(f"{full}; within {deadline_s:g} s none could go: {why}")
                 await wait.moment(f"{full}: {why}")
                 held, most = await self._look(records_max)
-        room.on(RoomEvent.FOUND)
         return held, most
 
     def _is_late(self, status: MoverStatus, waited_s: float) -> bool:

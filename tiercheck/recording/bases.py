@@ -26,11 +26,10 @@ from tiercheck.recording.modes import (
     Copying,
     CopyingEvent,
     Modes,
-    Room,
-    RoomEvent,
 )
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
+from tiercheck.recording.waits import asking
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
@@ -322,17 +321,13 @@ class Bases:
         """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
         training goes on (``on_save_error``), training must not wait for the deadline at every iteration. ``due``:
         leave these to the mover."""
-        room = self._modes.room
-        deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._config.deadline_s
-        room.on(RoomEvent.ASKED)
-        began = self._scheduler.time()
+        began, patiently = self._scheduler.time(), bool(due) and self._config.bases == "fold"
         try:
-            asking = self._mover.room_for_base(deadline_s, due, patiently=bool(due) and self._config.bases == "fold")
-            what = f"room for base {version}"
-            await ask_mover(self._scheduler, self._mover, asking, what, self._config.deadline_s)
+            with asking(self._modes.room, self._config.deadline_s) as deadline_s:
+                call, what = self._mover.room_for_base(deadline_s, due, patiently=patiently), f"room for base {version}"
+                await ask_mover(self._scheduler, self._mover, call, what, self._config.deadline_s)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
-        room.on(RoomEvent.FOUND)
 
     async def _arrived(self, base: BaseInFlight) -> bool:
         """Whether the base is in the first tier, once it is there or given up."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tiercheck.errors import SaveError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.modes import Modes, Room, RoomEvent
-from tiercheck.recording.waits import Wait
+from tiercheck.recording.waits import Wait, asking
 from tiercheck.replication.mover import MoverHandle
 
 __all__ = ["LagBound"]
@@ -52,9 +52,7 @@ class LagBound:
         return {tier: reached[tier] for tier in self._urls if version - reached.get(tier, version) > self._versions_max}
 
     async def _wait(self, version: int) -> None:
-        deadline_s = 0.0 if self._room.state is Room.IN_DOUBT else self._deadline_s
-        self._room.on(RoomEvent.ASKED)
-        with self._new_wait() as wait:
+        with asking(self._room, self._deadline_s) as deadline_s, self._new_wait() as wait:
             while lagging := self._lagging(version):
                 said = self._said(version, lagging)
                 if wait.waited_s >= deadline_s:

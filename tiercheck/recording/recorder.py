@@ -23,10 +23,11 @@ from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.lag import LagBound
 from tiercheck.recording.modes import BaseEvent, Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
+from tiercheck.recording.mover_requests import MoverRequests
 from tiercheck.recording.parts import StepParts
 from tiercheck.recording.record_closer import ON_THEIR_WAY_MAX, RecordCloser
 from tiercheck.recording.reservations import Reservations
-from tiercheck.recording.saves import Saves, ask_mover, doubt
+from tiercheck.recording.saves import Saves, doubt
 from tiercheck.recording.stats import Stats
 from tiercheck.recording.waits import Wait
 from tiercheck.replication.mover import MoverHandle
@@ -39,9 +40,6 @@ from tiercheck.tiers.driver import Reservation
 __all__ = ["Recorder"]
 
 log = logging.getLogger(__name__)
-
-HURRY_S = 10.0
-"""Training that waits for the tiers says so each half second, and an agent hears of it about once a second."""
 
 
 @dataclass
@@ -114,8 +112,9 @@ class Recorder:
         self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
         self._parts = StepParts(stream)
-        wait = partial(Wait, scheduler, self._hurry, self._saves)
-        self._memory = Reservations(hierarchy.first, scheduler, self._make_room, wait, config)
+        self._requests = MoverRequests(mover, scheduler, config.deadline_s)
+        wait = partial(Wait, scheduler, self._requests.hurry, self._saves)
+        self._memory = Reservations(hierarchy.first, scheduler, self._requests.make_room, wait, config)
         self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
         self._bases = Bases(
             stream,
@@ -267,6 +266,14 @@ class Recorder:
                 await self._bases.finish()
         return True
 
+    async def make_up(self) -> None:
+        """If nothing in the first tier leads to the newest version, since an interrupt came while that was saved: a
+        base does. Errors: as :meth:`begin_iteration`."""
+        if self._modes.chain.state is Chain.BROKEN and self.trained == self.version:
+            with self._saves.saving(self.version):
+                await self._bases.begin(self.version)
+                await self._bases.finish()
+
     def _rewritten(self, seen: bool) -> bool:
         """Whether the masters have other bits than the step left there. It is a doubt if no write was ``seen``."""
         began = self._scheduler.time()
@@ -295,7 +302,7 @@ class Recorder:
             with self._saves.saving(self.version):
                 await self._bases.begin(self.version)
         await self._bases.finish()
-        await self._drain()
+        await self._requests.drain()
         if self._bases.not_folded() and self.trained == self.version:  # else the end of the iteration captures it
             with self._saves.saving(self.version):
                 await self._bases.begin(self.version)
@@ -303,7 +310,7 @@ class Recorder:
                 if self._bases.is_needed():  # what it was to refer to differed, too: the next one holds that itself
                     await self._bases.begin(self.version)
                     await self._bases.finish()
-            await self._drain()
+            await self._requests.drain()
 
     async def finish_base(self) -> None:
         """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
@@ -349,6 +356,8 @@ class Recorder:
         record = self._modes.record
         if record.state is Record.OPEN and (written or self._stream.frozen_changed()):
             await self._leave_out(version)
+        elif record.state is Record.OPEN and self._stream.reformed():  # no base before it can hold the record's buffers
+            await self._give_up(version)
         self._stream.mark_published()
         captured: dict[str, int] = {}
         recorded = False
@@ -369,6 +378,7 @@ class Recorder:
             self.nudge()
         if self._modes.chain.state is not Chain.WHOLE:
             await self._bases.finish()  # until then nothing leads to this version, and that base may be given up
+        recorded = recorded and self._modes.chain.state is Chain.WHOLE
         due = False
         with self._saves.saving(version, recorded=recorded):
             due = await self._bases.is_due(version)
@@ -478,23 +488,6 @@ class Recorder:
         if version != self.version + 1:
             raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
 
-    async def _drain(self) -> None:
-        deadline_s = self._config.deadline_s
-        draining = self._mover.drain(deadline_s, closing=True)
-        await ask_mover(self._scheduler, self._mover, draining, "flushing the tiers", deadline_s)
-
-    async def _make_room(self) -> bool:
-        making, what = self._mover.make_room(), "making room in the first tier"
-        return await ask_mover(self._scheduler, self._mover, making, what, self._config.deadline_s)
-
     def nudge(self) -> None:
         """There is something for the mover."""
-        self._scheduler.start(_nudge(self._mover))
-
-    def _hurry(self) -> None:
-        """Training waits for the tiers, and says so again meanwhile."""
-        self._scheduler.start(_nudge(self._mover, min(HURRY_S, self._config.deadline_s)))
-
-
-async def _nudge(mover: MoverHandle, hurry_s: float = 0.0) -> None:
-    mover.nudge(hurry_s=hurry_s)
+        self._requests.nudge()

@@ -1,15 +1,22 @@
-"""Training waits for the mover: it looks again and again whether it may go on, and says once what it waits for."""
+"""Training waits for the mover: it looks again and again whether it may go on, and says once what it waits for.
+
+Who has waited in vain does not wait for the same again: with ``on_save_error="warn"`` each version would.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
+from tiercheck.errors import TierCheckError
+from tiercheck.recording.modes import Room, RoomEvent
 from tiercheck.recording.saves import TELL_S, Saves
+from tiercheck.runtime.machine import Machine
 from tiercheck.runtime.runtime import Scheduler
 
-__all__ = ["Wait"]
+__all__ = ["Wait", "asking"]
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +24,22 @@ LOOK_S = 0.02
 """How often a wait looks whether it may end, in seconds."""
 NUDGE_S = 0.5
 """How often a wait asks the mover to look at the tiers, in seconds."""
+
+
+@contextmanager
+def asking(room: Machine[Room, RoomEvent], deadline_s: float) -> Iterator[float]:
+    """A context in which room is asked for, and found unless it raises. Gives how long that may be waited for."""
+    patience_s = 0.0 if room.state is Room.IN_DOUBT else deadline_s
+    room.on(RoomEvent.ASKED)
+    try:
+        yield patience_s
+    except TierCheckError:
+        raise
+    except BaseException:
+        if patience_s:  # an interrupt is no answer
+            room.on(RoomEvent.FOUND)
+        raise
+    room.on(RoomEvent.FOUND)
 
 
 class Wait:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from itertools import product
 
 import pytest
 
 from tests.training import Training, memory
+from tiercheck.errors import SaveError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.recording.modes import (
     BASE,
@@ -28,6 +30,7 @@ from tiercheck.recording.modes import (
     Room,
     RoomEvent,
 )
+from tiercheck.recording.waits import asking
 from tiercheck.runtime.machine import IllegalTransition, Machine
 
 Table = Mapping[tuple[StrEnum, StrEnum], StrEnum]
@@ -80,3 +83,23 @@ def test_an_iteration_that_nothing_was_captured_of_cannot_be_completed() -> None
             checkpointer.complete(2)
         training.step(2)
         assert checkpointer.version == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "next_s"), [(None, 60.0), (SaveError("no room"), 0.0), (KeyboardInterrupt(), 60.0), (ValueError(), 60.0)]
+)
+def test_who_has_waited_for_room_in_vain_does_not_wait_again_and_an_interrupt_is_no_answer(
+    error: BaseException | None, next_s: float
+) -> None:
+    room = Modes().room
+    with suppress(SaveError, KeyboardInterrupt, ValueError), asking(room, 60.0) as waits_s:
+        assert waits_s == 60.0
+        if error is not None:
+            raise error
+    with suppress(KeyboardInterrupt), asking(room, 60.0) as waits_s:
+        assert waits_s == next_s
+        raise KeyboardInterrupt
+    with asking(room, 60.0) as waits_s:
+        assert waits_s == next_s, "nor does one take a doubt away"
+    with asking(room, 60.0) as waits_s:
+        assert waits_s == 60.0, "there was room"

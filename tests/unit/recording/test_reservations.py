@@ -28,6 +28,19 @@ from tiercheck.tiers.wrappers import MeteredDriver
 VERSION_2 = "differential/000000000002"
 
 
+class Sized:
+    """Has a state of so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"content": bytes(self.nbytes)}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        self.nbytes = len(state["content"])
+
+
 class Watched:
     """A memory tier whose calls can be seen, by method, with the thread and the key of each; and be made to fail."""
 
@@ -126,10 +139,10 @@ def test_each_version_s_memory_is_reserved_when_the_one_before_is_published() ->
 @pytest.mark.parametrize("times", [0, 1])
 def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it(times: int) -> None:
     """And where it cannot go back, it is not the version that suffers."""
-    tier, training = Watched(failing("drop", Transient("the tier is busy"), times=times)), Training()
-    with training.attach(tier.hierarchy) as checkpointer:
+    tier, training, beside = Watched(failing("drop", Transient("the tier is busy"), times=times)), Training(), Sized(0)
+    with training.attach(tier.hierarchy, stateful={"table": beside}) as checkpointer:
+        beside.nbytes = 1 << 16
         training.step(1)
-        training.model.register_buffer("table", torch.arange(2.0**18))
         training.step(2)
         assert tier.of(VERSION_2) == [
             ("reserve_nowait", True),
@@ -178,16 +191,15 @@ def test_after_a_large_record_less_is_reserved_again(monkeypatch: pytest.MonkeyP
         return original(driver, key, nbytes)
 
     monkeypatch.setattr(MemoryDriver, "reserve_nowait", recording)
-    training = Training()
-    training.model.register_buffer("table", torch.arange(2.0**18))
-    with training.attach(Hierarchy.of(memory())) as checkpointer:
+    training, beside = Training(), Sized(1 << 20)
+    with training.attach(Hierarchy.of(memory()), stateful={"table": beside}) as checkpointer:
         training.step(1)
-        del training.model.table
+        beside.nbytes = 0
         for version in (2, 3):
             training.step(version)
         assert checkpointer.stats.differentials == 3
     one, two, three, four = (reserved[f"{version:012d}"] for version in (1, 2, 3, 4))
-    assert min(one, two) > 2**20 > max(three, four)
+    assert min(one, two, three) > 2**20 > four, "the third was reserved before it was known"
 
 
 def test_what_was_reserved_goes_back_where_a_base_finds_no_room() -> None:

@@ -18,6 +18,7 @@ theirs. By the digests in ``blocks`` a part of a long tensor is verified without
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,12 +42,12 @@ from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.reading import Reading, cloned
 from tiercheck.streams.device.samples import Comparison
-from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.doubts import Doubts, listed, together
 from tiercheck.streams.gradients.pieces import checksums_of, hash_all
 from tiercheck.streams.records.base_template import HOST, IDENTITY, OPTIMIZER, BaseTemplate
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
 from tiercheck.streams.tensors.as_bytes import absent_tensor, given, tensor_in
-from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
+from tiercheck.streams.tensors.provider import Form, Identity, StateProvider, extras_of, forms_of
 
 __all__ = [
     "HOST",
@@ -59,6 +60,8 @@ __all__ = [
     "read_base",
     "tensors_of",
 ]
+
+log = logging.getLogger(__name__)
 
 GATHERED_NBYTES_MAX = 1 << 20
 """Up to so many bytes of a tensor are copied by their address: torch's own copy, which several threads may share, takes
@@ -85,27 +88,37 @@ class PackedIndex:
 
     def __init__(self, provider: StateProvider) -> None:
         self._provider = provider
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._forms: Mapping[str, Form] = {}
         self._packed: PackedObject | None = None
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> PackedObject:
         """``tensors``: the base's. Errors: ``UnsupportedSetup`` if the index does not speak of these."""
-        held = {name: tensor for name, tensor in tensors.items() if name.startswith((MASTER, EXTRA))}
-        same = held.keys() == self._shapes.keys() and all(
-            tensor.shape == self._shapes[name] for name, tensor in held.items()
-        )
-        if self._packed is None or not same:
-            shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        forms = forms_of({name: each for name, each in tensors.items() if name.startswith((MASTER, EXTRA))})
+        if self._packed is None or forms != self._forms:
             try:
                 index = self._provider.index()
-                index.check(shapes)
+                index.check({name: shape for name, (_, shape) in forms.items()})
             except ValueError as error:
                 raise UnsupportedSetup(
                     f"the index() of {type(self._provider).__name__} does not fit the tensors it speaks of: {error}"
                 ) from error
+            if self._packed is not None:
+                self._tell_of(forms)
             packed = pack(plain_index(index), name="index")
-            self._shapes, self._packed = shapes, PackedObject(packed, checksum_of(packed))
+            self._forms, self._packed = forms, PackedObject(packed, checksum_of(packed))
         return self._packed
+
+    def _tell_of(self, forms: Mapping[str, Form]) -> None:
+        """Of the parameters that are others than before. Of buffers
+        :meth:`~tiercheck.streams.records.iteration.IterationStream.reformed` tells."""
+        buffers = {f"{EXTRA}{name}" for name in self._provider.buffers()}
+        changed = {name for name in {**self._forms, **forms} if self._forms.get(name) != forms.get(name)} - buffers
+        if changed:
+            log.warning(
+                "the model has other parameters than when it was attached (%s): a restart is refused unless the script "
+                "makes them so before it attaches",
+                listed(together((), tuple(sorted(each.partition("/")[2] for each in changed)))),
+            )
 
     def of_now(self) -> PackedObject:
         """Of the provider's tensors as they are."""

@@ -198,7 +198,8 @@ class DifferentialCapture(IterationCapture):
             if self._writer.nbytes > self._nbytes_before:
                 raise CapacityExceeded(
                     f"the gradients end at byte {self._writer.nbytes}, and must at {self._nbytes_before} to leave room "
-                    "for what else the record holds"
+                    "for what else the record holds; if the model's dtype has changed since it was attached, change it "
+                    "before it is attached"
                 )
         except CapacityExceeded:
             self._kept = frozenset(name for name in gradients if self._has(name))

@@ -22,7 +22,7 @@ from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.tensors.as_bytes import DTYPES
-from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
+from tiercheck.streams.tensors.provider import Form, Identity, StateProvider, extras_of, forms_of
 from tiercheck.streams.tensors.stage import NORMS
 from tiercheck.types import shown
 
@@ -46,7 +46,6 @@ OPTIONS_HELD = frozenset(("options", "hyperparameters"))
 """Where a host state may hold the options of each parameter group."""
 OWN = frozenset(("counters", "loss_scale"))
 """Of the host state, what frameworks make beside options and generators; the rest comes from objects of the user's."""
-Described = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Expected:
     """The live state, described. Errors of all methods: ``Corruption``, unless they say otherwise."""
 
     identity: Identity
-    masters: Mapping[str, Described]
-    state: Mapping[str, Mapping[str, Described]]
+    masters: Mapping[str, Form]
+    state: Mapping[str, Mapping[str, Form]]
     """What the optimizer holds already: most hold nothing before their first step."""
-    extras: Mapping[str, Described]
-    buffers: Mapping[str, Described]
+    extras: Mapping[str, Form]
+    buffers: Mapping[str, Form]
     options: Sequence[Mapping[str, Any]]
     host_state: Mapping[str, Any]
 
@@ -68,10 +67,10 @@ class Expected:
         tensors = {name: {k: v for k, v in each.items() if isinstance(v, torch.Tensor)} for name, each in held.items()}
         return cls(
             identity=provider.identity(),
-            masters=described(provider.masters()),
-            state={name: described(each) for name, each in tensors.items()},
-            extras=described(extras_of(provider)),
-            buffers=described(provider.buffers()),
+            masters=forms_of(provider.masters()),
+            state={name: forms_of(each) for name, each in tensors.items()},
+            extras=forms_of(extras_of(provider)),
+            buffers=forms_of(provider.buffers()),
             options=provider.hyperparameters(),
             host_state=provider.host_state(),
         )
@@ -79,9 +78,9 @@ class Expected:
     @classmethod
     def of_base(cls, base: BaseState) -> Expected:
         """The same of a base, if there is no live state. Of the host state nothing is known then."""
-        extras = described(base.extras)
+        extras = forms_of(base.extras)
         options = base.hyperparameters if isinstance(base.hyperparameters, list) else []
-        return cls(base.identity, described(base.masters), {}, extras, extras, options, {})
+        return cls(base.identity, forms_of(base.masters), {}, extras, extras, options, {})
 
     def check_identity(self, base: BaseState, places: str) -> None:
         """Errors: ``Mismatch`` naming both set-ups, optimizers, or the first tensor in which the models differ."""
@@ -103,8 +102,8 @@ class Expected:
 
     def check_base(self, base: BaseState) -> None:
         """The base of a model that is this one, by :meth:`check_identity`."""
-        check_same("trained tensor", self.masters, described(base.masters))
-        check_same("tensor", self.extras, described(base.extras))
+        check_same("trained tensor", self.masters, forms_of(base.masters))
+        check_same("tensor", self.extras, forms_of(base.extras))
         for name, residual in base.residuals.items():
             wanted = (math.prod(self.masters[name][1]),) if name in self.masters else None  # they are flat
             if tuple(residual.shape) != wanted:
@@ -199,19 +198,21 @@ class Expected:
 
     def _first_difference(self, base: BaseState) -> str:
         """The first tensor that the saved model and this one do not share, in words."""
-        before = {name: shape for name, (_, shape) in described({**base.masters, **base.extras}).items()}
-        now = {name: shape for name, (_, shape) in {**self.masters, **self.extras}.items()}
+        before, now = forms_of({**base.masters, **base.extras}), {**self.masters, **self.extras}
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
-                return f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')} here"
+                then, here = (
+                    "not there" if not each else f"{each[1]} {each[0]}" for each in (before.get(name), now.get(name))
+                )
+                return f"{name} was {then}, and is {here} here"
         return "the names or dtypes of its parameters differ, or which of their pieces this rank holds"
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+def shown_form(form: Form | None) -> str:
+    return "not there" if form is None else f"{form[1]} {form[0]}"
 
 
-def check_same(what: str, here: Mapping[str, Described], found: Mapping[str, Described]) -> None:
+def check_same(what: str, here: Mapping[str, Form], found: Mapping[str, Form]) -> None:
     for name in {**here, **found}:
         if here.get(name) != found.get(name):
             raise Corruption(

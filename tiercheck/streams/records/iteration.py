@@ -26,7 +26,7 @@ from tiercheck.streams.records.base_template import BaseTemplate
 from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.optimizer_writes import OptimizerWatch
-from tiercheck.streams.tensors.provider import StateProvider, describe_tensor
+from tiercheck.streams.tensors.provider import StateProvider, forms_of
 from tiercheck.streams.tensors.writes import Watch, contents
 
 __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
@@ -112,8 +112,8 @@ class IterationStream(abc.ABC):
         self._masters = Watch(provider.masters, watched_on)
         self._optimizer = OptimizerWatch(provider)
         self._buffers_there = Watch(self._deferred_buffers, watched_on)
-        self._forms = {name: describe_tensor(name, tensor) for name, tensor in provider.buffers().items()}
-        """Of the buffers, as the log has told."""
+        self._forms = forms_of(provider.buffers())
+        """Of the buffers, as of the last base or the last look."""
         self.packed_host_state()
         self._index.of_now()
         self.mark_recorded()
@@ -290,21 +290,25 @@ class IterationStream(abc.ABC):
                 changed[name] = tensor
                 if not self.supersedes:
                     self._recorded[name] = content
-        self._tell_of_forms(changed)
         return changed
 
-    def _tell_of_forms(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """A start refuses what its job does not hold in the same form, and the job was attached with another one."""
-        for name, tensor in buffers.items():
-            form = describe_tensor(name, tensor)
-            if self._forms.setdefault(name, "no buffer") != form:
-                log.warning(
-                    "a buffer has changed its form, from %s to %s: a restart is refused unless the script makes it so "
-                    "before it attaches",
-                    self._forms[name],
-                    form,
-                )
-                self._forms[name] = form
+    def reformed(self) -> bool:
+        """Whether a buffer has another dtype or shape than when this was asked last, or is there only since then. A
+        start refuses what its job does not hold in the same form, and a chain of records has one form."""
+        forms, before = forms_of(self.provider.buffers()), self._forms
+        if forms == before:
+            return False
+        self._forms = forms
+        for name in sorted(name for name in {**before, **forms} if forms.get(name) != before.get(name)):
+            log.warning(
+                "a buffer has changed its form, from %s to %s: its version gets a base, and a restart is refused "
+                "unless the script makes it so before it attaches",
+                *(
+                    f"{name} {held[name][1]} {held[name][0]}" if name in held else "no buffer"
+                    for held in (before, forms)
+                ),
+            )
+        return True
 
     def _contents(self) -> dict[str, str]:
         """Of the masters on the host."""

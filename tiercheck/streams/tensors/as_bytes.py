@@ -52,6 +52,8 @@ STAND_INS = {
     torch.float8_e5m2: torch.uint8,
 }
 """The dtypes that NumPy lacks, and the one it holds their patterns in."""
+_NUMPY = {dtype: np.dtype(str(dtype).removeprefix("torch.")) for dtype in DTYPES.values() if dtype not in STAND_INS}
+"""NumPy's own dtypes: it has the others' names."""
 WRAPPER, GIVEN = "tiercheck_wrapper", "tiercheck_given"
 
 
@@ -91,7 +93,24 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     is contiguous and on the host, and no view that torch conjugates or negates lazily, else a copy."""
     host = tensor.detach().contiguous().cpu().resolve_conj().resolve_neg()
     stand_in = STAND_INS.get(host.dtype)
-    return host.numpy() if stand_in is None else host.view(stand_in).numpy()
+    host = host if stand_in is None else host.view(stand_in)
+    # After Tensor.numpy() nobody may resize the tensor any more, as some modules do with their buffers.
+    if type(host) is not torch.Tensor or host.dtype not in _NUMPY:
+        return host.numpy()
+    return np.asarray(_Memory(host)) if host.numel() else np.empty(host.shape, _NUMPY[host.dtype])
+
+
+class _Memory:
+    """What NumPy needs to know of a contiguous tensor's memory, which an array over it keeps alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": _NUMPY[tensor.dtype].str,
+        }
 
 
 def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:

@@ -33,17 +33,23 @@ from tiercheck.streams.tensors.joint import AnyOptimizer, kind_of, parts_of, qua
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
 __all__ = [
+    "Form",
     "Identity",
     "OptimizerIdentity",
     "StateProvider",
     "check_shapes",
     "copy_into",
     "extras_of",
+    "forms_of",
     "identity_digest",
     "loaded_value",
     "logical_tensor",
     "whole_index",
 ]
+
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's dtype and shape."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +272,11 @@ def whole_index(
         for name, tensor in held.items():
             logical = logical_tensor(name_of(name), tensor, role, trained=prefix == MASTER)
             if logical.name in tensors:
-                raise UnsupportedSetup(f"two tensors of the state have the name {logical.name}: give each its own")
+                raise UnsupportedSetup(
+                    f"two tensors of the state have the name {logical.name}: if another tensor has taken the place of "
+                    "the one that the optimizer updates, give that one to the optimizer, or copy into the old one; "
+                    "else give each a name of its own"
+                )
             tensors[logical.name], stored[prefix + name] = logical, (whole(logical),)
     return LogicalIndex(tensors, stored, dict(aliases))
 
@@ -294,6 +304,11 @@ def implementation_of(optimizer: AnyOptimizer, device: torch.device) -> str:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
+    """By name, each one's form."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:

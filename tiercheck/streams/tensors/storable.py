@@ -27,10 +27,10 @@ def to_plain(value: Any, path: str) -> Any:
 
     def plain(tensor: torch.Tensor, path: str) -> Any:
         try:
-            array = tensor.detach().cpu().numpy()
+            array = tensor.detach().cpu().clone().numpy()  # a copy: nobody may resize a tensor that NumPy has seen
         except TypeError:
             raise UnsupportedSetup(f"{path} is a {tensor.dtype} tensor, which host state cannot hold") from None
-        return array.item() if array.ndim == 0 else array.copy()
+        return array.item() if array.ndim == 0 else array
 
     return with_tensors(value, path, plain)
 
