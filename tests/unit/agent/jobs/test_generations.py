@@ -189,7 +189,8 @@ async def test_memory_that_neighbours_have_filled_keeps_no_agent_from_coming_bac
         def full(path: object) -> object:
             return SimpleNamespace(f_bavail=0, f_frsize=4096)
 
-        monkeypatch.setattr("tiercheck.tiers.shm.driver.os", SimpleNamespace(**{**vars(os), "statvfs": full}))
+        for module in ("driver", "segments"):
+            monkeypatch.setattr(f"tiercheck.tiers.shm.{module}.os", SimpleNamespace(**{**vars(os), "statvfs": full}))
         async with make_driver(job.namespace) as driver:
             with pytest.raises(CapacityExceeded):
                 await driver.reserve("more", 1 << 20)
