@@ -115,10 +115,8 @@ class Iterations:
         self._meet_once()
         self._provider.beside.says_end = True
         self._provider.beside.ends_epoch |= ends_epoch
-        if (
-            self._pending is None and self._ended and not self._begun
-        ):  # said twice: the first call may have been broken off
-            self._checkpointer.make_up()
+        if self._pending is None and self._ended and not self._begun:
+            self._make_up()
         if self._pending is not None:
             self._end(End.SAID)
         elif self._in_step and self._ended:
@@ -222,6 +220,14 @@ class Iterations:
         try:
             if self._checkpointer.recapture(moved=self._moved()):
                 self._publish_later()  # the loop writes after the step
+        finally:
+            self._provider.published()
+
+    def _make_up(self) -> None:
+        """The end of an iteration is said again: what was to be saved the first time may have been broken off."""
+        self._provider.beside.publish_again()
+        try:
+            self._checkpointer.make_up()
         finally:
             self._provider.published()
 

@@ -247,7 +247,7 @@ class _Asked:
         gone = [each for each in beside if each in self.lost]
         if gone:
             raise RecoveryError(
-                f'its neighbour {gone[0]} is lost too; two in a row take "older-base", and one of each that is left'
+                f'its neighbour {gone[0]} is lost too; two in a row take "older-base", if both have one'
             )
         return Substitute(
             stage, Method.AVERAGE, _shares({each: self.norms.get(each) for each in beside}, self.exponent)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tiercheck.errors import DeadlineExceeded, FileSystemFull, TierCheckError
 from tiercheck.recording.reservations import AGAIN_S
@@ -52,7 +51,7 @@ class _Copied:
 class BaseCopier:
     """Copies one base at a time. It calls ``arrived`` on the event loop for each base that it publishes.
 
-    ``patience_s``: so long it waits for memory that others hold.
+    ``patience_s``: so long it waits for memory that others hold, unless it is told to :meth:`give_up`.
     """
 
     def __init__(
@@ -63,6 +62,8 @@ class BaseCopier:
         self._patience_s = patience_s
         self._arrived = arrived
         self._newest: BaseInFlight | None = None
+        self._wanted: StateCapture | None = None
+        """That whose copy may begin again: whoever waits for it still does."""
 
     def begin(
         self,
@@ -76,41 +77,52 @@ class BaseCopier:
         """``constants``: room for those that the capture brings. ``lazily``: while the next forward and backward pass
         run."""
         copied: Future[None] = Future()
+        self._wanted = capture
         copy = partial(_copy, capture, reservation, constants, copied, lazily)
-        made = self._made(self._scheduler.beside(copy), copy)
-        published = self._scheduler.start(self._publish(made, copied, reservation, constants))
+        running = self._scheduler.beside(copy)
+        publishing = self._publish(lambda: self._finished(running, copy, capture), copied, reservation, constants)
+        published = self._scheduler.start(publishing)
         self._newest = BaseInFlight(version, capture, copied, published)
         return self._newest
 
+    def give_up(self) -> None:
+        """The state may change from here on: a copy that has not begun does not begin any more."""
+        self._wanted = None
+
     async def close(self) -> None:
         """Wait until a running copy ends. Idempotent. Errors: ``DeadlineExceeded``."""
+        self.give_up()
         if self._newest is not None and not await self._scheduler.ends(self._newest.published, self._deadline_s):
             raise DeadlineExceeded(f"base {self._newest.version} is still copied, after {self._deadline_s:g} s more")
 
-    async def _made(self, running: Future[_Copied], copy: Callable[[], _Copied]) -> _Copied:
+    async def _finished(self, running: Future[_Copied], copy: Callable[[], _Copied], capture: StateCapture) -> _Copied:
         """The result of the copy that is ``running``, or of a later one if others held the memory for that."""
-        # This ends before those who wait for the base until the same deadline: it has the reason.
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s - AGAIN_S
+        until = loop.time() + self._patience_s
         while True:
+            began = loop.time()
             try:
                 return await settled(asyncio.wrap_future(running))  # a copy that still runs writes to the memory
             except FileSystemFull:
-                if loop.time() >= until:
+                # The last try ends before those who wait for the base until the same deadline: it has the reason.
+                now = loop.time()
+                if self._wanted is not capture or now + 2 * AGAIN_S + (now - began) >= until:
                     raise
             await asyncio.sleep(AGAIN_S)
+            if self._wanted is not capture:
+                raise FileSystemFull(f"base {capture.key.first} was given up while it waited for memory")
             running = self._scheduler.beside(copy)
 
     async def _publish(
         self,
-        made: Coroutine[Any, Any, _Copied],
+        finished: Callable[[], Awaitable[_Copied]],
         copied: Future[None],
         reservation: Reservation,
         constants: Reservation | None,
     ) -> CopiedBase:
         left = [each for each in (constants, reservation) if each is not None]
         try:
-            result = await made
+            result = await finished()
             base = result.base
             if base.nbytes is not None:
                 left = [each for each, _ in result.unpublished]

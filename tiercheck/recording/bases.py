@@ -77,7 +77,12 @@ class Bases:
         self._rank = rank
         self._generation = generation
         self._settle = settle
-        self._copier = BaseCopier(scheduler, mover.nudge, deadline_s=config.deadline_s, patience_s=memory.patience_s)
+        self._copier = BaseCopier(
+            scheduler,
+            mover.nudge,
+            deadline_s=config.deadline_s,
+            patience_s=config.deadline_s if config.on_save_error == "fail" else 0.0,
+        )
         self._newest: ShardKey | None = None
         """The newest base, if it is in the first tier; ``None`` if it failed."""
         self._reference: ShardKey | None = None
@@ -281,6 +286,7 @@ class Bases:
             with self._saves.saving(base.version):
                 arrived = await self._arrived(base)
         finally:
+            self._copier.give_up()
             self._modes.base.on(BaseEvent.ARRIVED if arrived else BaseEvent.FAILED)
 
     async def set_reference(self) -> bool:

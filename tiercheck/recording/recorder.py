@@ -322,6 +322,7 @@ class Recorder:
         self._stream.hurry()
         if self._open_record is not None:
             self._open_record.capture.abandon()
+        self._memory.close()
         await self._closer.close()
         await self._bases.close()
         await self._memory.drop_ahead()
@@ -354,9 +355,10 @@ class Recorder:
     async def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something other than the optimizer has written to a master since the step."""
         record = self._modes.record
+        reformed = self._stream.reformed()
         if record.state is Record.OPEN and (written or self._stream.frozen_changed()):
             await self._leave_out(version)
-        elif record.state is Record.OPEN and self._stream.reformed():  # no base before it can hold the record's buffers
+        elif record.state is Record.OPEN and reformed:  # no base before it can hold the record's buffers
             await self._give_up(version)
         self._stream.mark_published()
         captured: dict[str, int] = {}

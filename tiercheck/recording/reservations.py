@@ -49,8 +49,8 @@ class Reservations:
         self._make_room = make_room
         self._wait = wait
         self._deadline_s = config.deadline_s
-        self.patience_s = config.deadline_s if config.on_save_error == "fail" else 0.0
-        """So long what others hold is waited for."""
+        self._is_patient = config.on_save_error == "fail"
+        """What others hold is waited for."""
         self._ahead: Reservation | None = None
         """Memory for the next version's record, if the driver gives it without waiting."""
         self._ahead_nbytes = 0
@@ -60,32 +60,39 @@ class Reservations:
         """Reserve memory. If the tier is full, try again each time that something was deleted from it. If others fill
         what lies beneath it, wait for them. ``ready``: the memory is there, so that asking for the buffer neither takes
         long nor fails."""
+        until = self._scheduler.time() + self._deadline_s
         try:
-            return await self._reserved_with_room(key, nbytes, ready)
+            return await self._reserved_with_room(key, nbytes, ready, until)
         except FileSystemFull as error:
             full = error
         with self._wait() as wait:
-            while wait.waited_s < self.patience_s:
+            while self._is_patient and self._scheduler.time() < until:
                 await wait.moment(f"there is no memory for {key}: {full}", look_s=AGAIN_S)
                 try:
                     return await self._reserved(key, nbytes, ready)
                 except FileSystemFull as error:
                     full = error
+                except CapacityExceeded:
+                    return await self._reserved_with_room(key, nbytes, ready, until)
         raise full
 
     async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
         """As :meth:`reserve`, called on the event loop, and without making room."""
-        until = asyncio.get_running_loop().time() + self.patience_s
+        until = asyncio.get_running_loop().time() + self._deadline_s - AGAIN_S  # before who waits for this gives up
         while True:
             try:
                 return await self._tier.driver.reserve(str(key), nbytes)
             except FileSystemFull:
-                if asyncio.get_running_loop().time() >= until:
+                if not self._is_patient or asyncio.get_running_loop().time() >= until:
                     raise
             await asyncio.sleep(AGAIN_S)
 
-    async def _reserved_with_room(self, key: ShardKey, nbytes: int, ready: bool) -> Reservation:
-        until, more = self._scheduler.time() + self._deadline_s, True
+    def close(self) -> None:
+        """Whoever waits for memory that others hold does so no longer."""
+        self._is_patient = False
+
+    async def _reserved_with_room(self, key: ShardKey, nbytes: int, ready: bool, until: float) -> Reservation:
+        more = True
         while True:
             try:
                 return await self._reserved(key, nbytes, ready)

@@ -1,7 +1,5 @@
-"""Training waits for the mover: it looks again and again whether it may go on, and says once what it waits for.
-
-Who has waited in vain does not wait for the same again: with ``on_save_error="warn"`` each version would.
-"""
+"""Training waits for the mover, or for room that others hold: it looks again and again whether it may go on, and says
+once what it waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +26,10 @@ NUDGE_S = 0.5
 
 @contextmanager
 def asking(room: Machine[Room, RoomEvent], deadline_s: float) -> Iterator[float]:
-    """A context in which room is asked for, and found unless it raises. Gives how long that may be waited for."""
+    """Ask for room, in a context. Yields how long it may be waited for. It counts as found unless the context raises.
+
+    Who has waited in vain does not wait for the same again: with ``on_save_error="warn"`` each version would.
+    """
     patience_s = 0.0 if room.state is Room.IN_DOUBT else deadline_s
     room.on(RoomEvent.ASKED)
     try:

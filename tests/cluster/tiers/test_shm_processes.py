@@ -123,7 +123,7 @@ async def test_what_others_held_when_the_tier_was_opened_can_be_had_when_they_ha
     others = small / "others"
     others.write_bytes(bytes(18 * MIB))
     async with ShmDriver("full", size=size, mount=small) as driver:
-        with pytest.raises(FileSystemFull, match=r"is what others left of the shared memory.*remount"):
+        with pytest.raises(FileSystemFull, match=r"others hold \d+ of the shared memory.*remount"):
             await driver.put("b", [bytes(10 * MIB)])
         others.write_bytes(bytes(8 * MIB))
         await driver.put("b", [bytes(10 * MIB)])

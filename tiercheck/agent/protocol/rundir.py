@@ -116,10 +116,10 @@ class RunDirectory:
         """Which agent of this name is running: each has another one. Empty while it starts; ``None`` for none."""
         try:
             descriptor = lock_file(self.lock, shared=True)
-        except FileNotFoundError:  # the directory was removed: no trainer finds an agent there
+            if descriptor is None:
+                return self.lock.read_text().partition(" ")[0]
+        except FileNotFoundError:  # its files were removed: no trainer finds an agent there
             return None
-        if descriptor is None:
-            return self.lock.read_text().partition(" ")[0]
         unlock_and_close(descriptor)
         return None
 
@@ -128,11 +128,17 @@ class RunDirectory:
         os.pwrite(lock, f"{incarnation} {os.getpid()}".encode(), 0)
 
     def is_found_by(self, lock: int) -> bool:
-        """Whether trainers find the agent that has opened ``lock``: its files may have been removed."""
+        """Whether trainers find the agent that has opened ``lock``: its files may have been removed. What removes old
+        files takes them for new ones."""
         try:
-            return os.path.samestat(os.fstat(lock), self.lock.stat()) and self.socket.exists()
+            found = os.path.samestat(os.fstat(lock), self.lock.stat())
+            os.utime(lock)
+            os.utime(self.socket)
         except FileNotFoundError:
             return False
+        except OSError:  # that is no answer
+            return True
+        return found
 
     @property
     def process(self) -> str:

@@ -75,6 +75,8 @@ log = logging.getLogger(__name__)
 LOCK_S_MAX = 10.0
 LOCK_AGAIN_S = 0.05
 TICK_S = 1.0
+REPLACED_S = 20.0
+"""So long trainers have time to start another agent for one whose files were removed."""
 OVERDUE_S = 5.0
 """What the drain at the end may take beyond its deadline, for its errors to be told."""
 RELIEVE_S_MAX = 45.0
@@ -154,11 +156,11 @@ class Agent:
         """Until told to end, or, where a trainer started it, until nobody has needed it for a while.
 
         Errors: whatever has ended its answers to the trainers, or its peer server: an agent that lives and no longer
-        answers would be waited for. ``ConfigurationError`` if its files were removed: trainers have started another.
+        answers would be waited for. ``ConfigurationError`` if its files were removed.
         """
         while not self.ending.is_set():
             self._check_answering()
-            self._check_files()
+            await self._check_files()
             unneeded_s = self.unneeded_s()
             if unneeded_s > min(self.settings.idle_s, self.settings.linger_s) and self._has_nothing():
                 await self._free_neighbours_memory()
@@ -181,9 +183,16 @@ class Agent:
         if self.drain_first:
             await self.drain()
 
-    def _check_files(self) -> None:
+    async def _check_files(self) -> None:
+        """If they were removed, trainers start another agent. If none does, there may be none, and what is left is
+        brought where it belongs first."""
         assert self._lock is not None
         if not self.run.is_found_by(self._lock):
+            until = _now() + REPLACED_S
+            while not self.run.agent_lives() and _now() < until:  # noqa: ASYNC110  (a lock tells nobody)
+                await asyncio.sleep(LOCK_AGAIN_S)
+            if not self.run.agent_lives():
+                await self.drain()
             raise ConfigurationError(
                 f"this agent's files were removed from {self.run.root}, so that no trainer finds it: it ends. If "
                 "temporary files are tidied there, point TIERCHECK_RUN_DIR at another directory"

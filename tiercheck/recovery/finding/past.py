@@ -311,7 +311,7 @@ class Past:
     @property
     def committed_to(self) -> int:
         """The newest version of the job's own past that was whole in a tier that all ranks share, by a commit record;
-        0 if there is none. Its generation counts even if no shard is left of it."""
+        0 if there is none. Also of a generation of which no shard is left."""
         lineage = Lineage.of(self.branches)
         return max((spans[-1][1] for each in self.different if (spans := admitted(each.committed, lineage))), default=0)
 

@@ -185,7 +185,7 @@ def evidence(past: Past) -> list[str]:
         said.append(f"rank {rank}: {', and '.join(parts) or 'nothing'}")
     if committed := past.committed_to:
         tiers = ", ".join(tier.name for tier in past.tiers if tier.shared)
-        said.append(f"commit records in {tiers}: version {committed} was whole there")
+        said.append(f"commit records (in {tiers}) tell of version {committed}, which was whole there")
     left = [branch for branch in past.branches if branch.left_at > 0]
     if left:
         newest = left[-1]

@@ -165,7 +165,8 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
         elif isinstance(key, ClaimKey):
             looked.claims.add(key)
         elif isinstance(key, CommitKey):
-            looked.commits.add(key)
+            if tier.seen_by_all and rank == 0:
+                looked.commits.add(key)
         elif isinstance(key, LineageKey):
             records[key] = info.nbytes
     looked.others = set(others.values())

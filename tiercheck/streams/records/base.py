@@ -103,12 +103,12 @@ class PackedIndex:
                     f"the index() of {type(self._provider).__name__} does not fit the tensors it speaks of: {error}"
                 ) from error
             if self._packed is not None:
-                self._tell_of(forms)
+                self._warn_of_parameters(forms)
             packed = pack(plain_index(index), name="index")
             self._forms, self._packed = forms, PackedObject(packed, checksum_of(packed))
         return self._packed
 
-    def _tell_of(self, forms: Mapping[str, Form]) -> None:
+    def _warn_of_parameters(self, forms: Mapping[str, Form]) -> None:
         """Of the parameters that are others than before. Of buffers
         :meth:`~tiercheck.streams.records.iteration.IterationStream.reformed` tells."""
         buffers = {f"{EXTRA}{name}" for name in self._provider.buffers()}

@@ -12,11 +12,13 @@ holds the tensor. So a base never refers to other bits than the state had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tiercheck.format.checksums import BLOCK_NBYTES, BLOCKS, DIGEST_NBYTES, block_digests, checksum_of_blocks
 from tiercheck.format.container import (
@@ -34,7 +36,7 @@ from tiercheck.format.references import Reference, References
 from tiercheck.keys import ShardKey
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.reading import Reading, cloned
-from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_in
+from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_in, view_of
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch
 
@@ -59,9 +61,9 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def checksum(tensor: torch.Tensor) -> str:
+def checksum(tensor: torch.Tensor, look: Callable[[torch.Tensor], NDArray[Any]] = array_of) -> str:
     """As a shard has it. A tensor on a GPU is brought here, one at a time."""
-    return checksum_of(array_of(tensor).reshape(-1).view(np.uint8).data)
+    return checksum_of(look(tensor).reshape(-1).view(np.uint8).data)
 
 
 def is_worth_it(nbytes: int, base_nbytes: int) -> bool:
@@ -132,7 +134,7 @@ class Constants:
         """As of now. ``trained_nbytes``: of the base's other tensors."""
         frozen = {EXTRA + name: tensor for name, tensor in self._provider.frozen().items()}
         buffers = {EXTRA + name: tensor for name, tensor in self._provider.buffers().items()}
-        found = {name: checksum(tensor) for name, tensor in buffers.items()}
+        found = {name: checksum(tensor, look=view_of) for name, tensor in buffers.items()}
         self._differing.update(EXTRA + name for name in self._watch.counted())
         self._watch.mark()
         unverified = {name: each for name, each in frozen.items() if name not in self._differing}

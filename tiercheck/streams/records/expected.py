@@ -22,7 +22,7 @@ from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.tensors.as_bytes import DTYPES
-from tiercheck.streams.tensors.provider import Form, Identity, StateProvider, extras_of, forms_of
+from tiercheck.streams.tensors.provider import Form, Identity, StateProvider, extras_of, forms_of, shown_form
 from tiercheck.streams.tensors.stage import NORMS
 from tiercheck.types import shown
 
@@ -201,15 +201,8 @@ class Expected:
         before, now = forms_of({**base.masters, **base.extras}), {**self.masters, **self.extras}
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
-                then, here = (
-                    "not there" if not each else f"{each[1]} {each[0]}" for each in (before.get(name), now.get(name))
-                )
-                return f"{name} was {then}, and is {here} here"
+                return f"{name} was {shown_form(before.get(name))}, and is {shown_form(now.get(name))} here"
         return "the names or dtypes of its parameters differ, or which of their pieces this rank holds"
-
-
-def shown_form(form: Form | None) -> str:
-    return "not there" if form is None else f"{form[1]} {form[0]}"
 
 
 def check_same(what: str, here: Mapping[str, Form], found: Mapping[str, Form]) -> None:

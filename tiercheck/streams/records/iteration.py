@@ -24,9 +24,9 @@ from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes, tensors_of
 from tiercheck.streams.records.base_template import BaseTemplate
 from tiercheck.streams.records.constants import Constants
-from tiercheck.streams.tensors.as_bytes import array_of
+from tiercheck.streams.tensors.as_bytes import view_of
 from tiercheck.streams.tensors.optimizer_writes import OptimizerWatch
-from tiercheck.streams.tensors.provider import StateProvider, forms_of
+from tiercheck.streams.tensors.provider import StateProvider, forms_of, shown_form
 from tiercheck.streams.tensors.writes import Watch, contents
 
 __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
@@ -303,10 +303,7 @@ class IterationStream(abc.ABC):
             log.warning(
                 "a buffer has changed its form, from %s to %s: its version gets a base, and a restart is refused "
                 "unless the script makes it so before it attaches",
-                *(
-                    f"{name} {held[name][1]} {held[name][0]}" if name in held else "no buffer"
-                    for held in (before, forms)
-                ),
+                *(f"{name} {shown_form(held.get(name))}" for held in (before, forms)),
             )
         return True
 
@@ -327,4 +324,4 @@ class IterationStream(abc.ABC):
 
 def content_of(tensor: torch.Tensor) -> str:
     """A digest of the tensor's content."""
-    return str(xxhash.xxh3_128_hexdigest(array_of(tensor).data))
+    return str(xxhash.xxh3_128_hexdigest(view_of(tensor).data))

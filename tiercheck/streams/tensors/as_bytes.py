@@ -22,6 +22,7 @@ __all__ = [
     "is_given",
     "tensor_in",
     "tensor_of",
+    "view_of",
     "wrappers_of",
     "writes_to",
 ]
@@ -91,17 +92,26 @@ def absent_tensor(dtype: str, shape: Sequence[int], *, what: str) -> torch.Tenso
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor as a NumPy array, in the dtype in which NumPy can hold its patterns; its own memory where it
     is contiguous and on the host, and no view that torch conjugates or negates lazily, else a copy."""
-    host = tensor.detach().contiguous().cpu().resolve_conj().resolve_neg()
-    stand_in = STAND_INS.get(host.dtype)
-    host = host if stand_in is None else host.view(stand_in)
-    # After Tensor.numpy() nobody may resize the tensor any more, as some modules do with their buffers.
+    return _readable(tensor).numpy()
+
+
+def view_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """As :func:`array_of`, for a look that ends before anybody may resize the tensor: the array is invalid then.
+    After :func:`array_of` torch refuses to, and some modules resize their buffers."""
+    host = _readable(tensor)
     if type(host) is not torch.Tensor or host.dtype not in _NUMPY:
         return host.numpy()
     return np.asarray(_Memory(host)) if host.numel() else np.empty(host.shape, _NUMPY[host.dtype])
 
 
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    host = tensor.detach().contiguous().cpu().resolve_conj().resolve_neg()
+    stand_in = STAND_INS.get(host.dtype)
+    return host if stand_in is None else host.view(stand_in)
+
+
 class _Memory:
-    """What NumPy needs to know of a contiguous tensor's memory, which an array over it keeps alive."""
+    """What NumPy needs to know of a contiguous tensor's memory. An array over it keeps the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

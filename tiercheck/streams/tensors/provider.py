@@ -44,6 +44,7 @@ __all__ = [
     "identity_digest",
     "loaded_value",
     "logical_tensor",
+    "shown_form",
     "whole_index",
 ]
 
@@ -309,6 +310,11 @@ def device_name(device: torch.device) -> str:
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
     """By name, each one's form."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def shown_form(form: Form | None) -> str:
+    """In words. ``None``: of a tensor that is not there."""
+    return "not there" if form is None else f"{form[1]} {form[0]}"
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:

@@ -333,16 +333,18 @@ class SegmentDirectory(ObjectDirectory):
             used = self._accounting.set(charged=self.held_bytes(locked=True)).charged
             room = self.limit_bytes - used
             if room < nbytes and self.limit_bytes != self.size:  # others held memory when the tier was opened
-                free = os.statvfs(self.root)
-                most = used + free.f_bavail * free.f_frsize
+                memory = os.statvfs(self.root)
+                free = memory.f_bavail * memory.f_frsize
+                others = memory.f_blocks * memory.f_frsize - free - used
+                most = used + free
                 self.limit_bytes = max(self.limit_bytes, most if self.size is None else min(most, self.size))
                 room = self.limit_bytes - used
         if room < nbytes:
             message = f"{nbytes} bytes do not fit: {used} of {self.limit_bytes} are in use; "
             if self.limit_bytes == self.size:
                 raise CapacityExceeded(f"{message}give the tier a larger size=, or delete objects")
-            raise FileSystemFull(
-                f"{message}that is what others left of the shared memory: free it, delete objects, or enlarge it with "
-                f"'mount -o remount,size=... {self.root.parent}'"
-            )
+            enlarge = f"enlarge the shared memory with 'mount -o remount,size=... {self.root.parent}'"
+            if others < nbytes - room:
+                raise CapacityExceeded(f"{message}delete objects, or {enlarge}")
+            raise FileSystemFull(f"{message}others hold {others} of the shared memory: free those, or {enlarge}")
         return room

@@ -260,7 +260,7 @@ def test_commits_without_the_versions_are_no_new_job(tmp_path: Path) -> None:
 
     _, committed = life(6)
     assert max(committed) == 4
-    with pytest.raises(RecoveryError, match=r"versions up to 4 were saved.*commit records in nvme: version 4"):
+    with pytest.raises(RecoveryError, match=r"versions up to 4 were saved.*tell of version 4"):
         life(6)
     life(0, on_nothing_left="restart")
     checkpointer, _ = life(1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiercheck.errors import TierError
+from tiercheck.errors import CapacityExceeded, TierError
 from tiercheck.tiers.peer.messages import Failure, Message, encode
 from tiercheck.tiers.peer.server.limits import PeerLimits
 from tiercheck.types import Buffer, ByteRange, ObjectInfo, PutMode
@@ -205,7 +205,9 @@ class Desk:
 def failure_of(error: BaseException, transfer: bytes = NO_TRANSFER) -> Failure:
     """How an exception travels: a ``TierError`` or a ``ValueError`` with its message, another by its name alone."""
     if isinstance(error, TierError):
-        return Failure(transfer, type(error).__name__, cut(error.message))
+        # A client of another release knows no class that is newer than it.
+        kind = CapacityExceeded if isinstance(error, CapacityExceeded) else type(error)
+        return Failure(transfer, kind.__name__, cut(error.message))
     if isinstance(error, ValueError):
         return Failure(transfer, "ValueError", cut(str(error)))
     return Failure(transfer, "TierError", f"the peer's server failed: {type(error).__name__}")
