@@ -13,6 +13,8 @@ HURRY_S = 10.0
 
 
 class MoverRequests:
+    """Each waits for the mover, says so if that takes long, and names what holds it up."""
+
     def __init__(self, mover: MoverHandle, scheduler: Scheduler, deadline_s: float) -> None:
         self._mover = mover
         self._scheduler = scheduler

@@ -65,8 +65,9 @@ class TrainerLock:
         """Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with suppress(FileNotFoundError):
-                self._path.unlink()
+            if is_at(self._path, descriptor):  # else it was removed, and may be another trainer's
+                with suppress(FileNotFoundError):
+                    self._path.unlink()
             unlock(descriptor)  # closing alone would leave it to a child that was forked meanwhile
             os.close(descriptor)
 

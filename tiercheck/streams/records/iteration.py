@@ -301,9 +301,11 @@ class IterationStream(abc.ABC):
         self._forms = forms
         for name in sorted(name for name in {**before, **forms} if forms.get(name) != before.get(name)):
             log.warning(
-                "a buffer has changed its form, from %s to %s: its version gets a base, and a restart is refused "
+                "the buffer %s has changed its form, from %s to %s: its version gets a base, and a restart is refused "
                 "unless the script makes it so before it attaches",
-                *(f"{name} {shown_form(held.get(name))}" for held in (before, forms)),
+                name,
+                shown_form(before.get(name)),
+                shown_form(forms.get(name)),
             )
         return True
 

@@ -391,5 +391,5 @@ def test_a_buffer_that_changes_its_form_is_told_of(caplog: pytest.LogCaptureFixt
     with training.attach(Hierarchy.of(memory()), **ALL):
         for version in range(1, 4):
             training.step(version)
-    said = "a buffer has changed its form, from seen (2,) torch.float32 to seen (3,) torch.float32"
+    said = "the buffer seen has changed its form, from (2,) torch.float32 to (3,) torch.float32"
     assert caplog.text.count(said) == 1

@@ -41,7 +41,7 @@ def test_a_buffer_of_another_form_is_there_after_a_restart_that_makes_it_first(
         training.step(version)
     assert (checkpointer.stats.bases, checkpointer.stats.differentials) == (2, killed_at - 1)
     checkpointer.abort()
-    assert "to seen (3,) torch.float32: its version gets a base" in caplog.text
+    assert "to (3,) torch.float32: its version gets a base" in caplog.text
     with pytest.raises(Mismatch, match=r"seen was .*, and is not there here"):
         Training().attach(Hierarchy.of(url))
     after = Training()
