@@ -9,8 +9,7 @@ is given up for good, and the recorder captures the bases that are due.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 from tiercheck.errors import TierError
@@ -66,8 +65,6 @@ class FoldController:
         self._prepared = False
         self._in_doubt: tuple[int, str] = -1, ""
         """A version that cannot be folded, and why; a base of that version or a later one ends it."""
-        self._due_alone = 0
-        """How many wait for all that is due."""
         self.skipped_folds = 0
         self._blocked: set[int] = set()
         """Versions that are not folded: something unusable lies in the base's place. It was said of each."""
@@ -85,7 +82,7 @@ class FoldController:
         if self._refused(seen):
             return None
         self._block(self._blocked_in(seen))
-        every = 0 if self._due_alone or self.obstacle(seen) else self._placement.fold_every
+        every = 0 if self.obstacle(seen) else self._placement.fold_every
         return next_fold(seen, self._due, every, self._placement.interval, self._blocked_in(seen))
 
     def waiting(self, seen: Observation) -> list[int]:
@@ -114,17 +111,7 @@ class FoldController:
     @property
     def state(self) -> object:
         """All that :meth:`next` rests on besides what was seen."""
-        of_itself = self._prepared, self._given_up, self._in_doubt, self._due_alone > 0
-        return tuple(self._due), *of_itself, frozenset(self._blocked)
-
-    @contextmanager
-    def due_alone(self) -> Iterator[None]:
-        """A context in which somebody waits for all that is due: what the first tier alone would get is not begun."""
-        self._due_alone += 1
-        try:
-            yield
-        finally:
-            self._due_alone -= 1
+        return tuple(self._due), self._prepared, self._given_up, self._in_doubt, frozenset(self._blocked)
 
     @property
     def preparing(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -416,9 +416,9 @@ class Mover:
         async def done() -> bool:
             return await self.cycle(closing=closing)
 
-        what = "not everything captured has reached its tiers"
-        with nullcontext() if self._folding is None or not closing else self._folding.due_alone():
-            await self._until(done, deadline_s, lambda: what, self._hierarchy.tiers)
+        await self._until(
+            done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
+        )
         check_all_arrived(self._observer.seen(), self._observer.damaged, self._placement, closing=closing)
 
     async def _until(

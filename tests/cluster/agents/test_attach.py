@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -148,7 +147,7 @@ def test_an_agent_that_hangs_is_named_and_waited_for_no_longer_than_the_deadline
     try:
         stopped = rf"process {pid}, which is stopped: 'kill -CONT {pid}'"
         who = rf"the agent '{place.name}' of .* \({stopped} .*within [012](\.\d+)? s"
-        checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=2.0)
+        checkpointer._job.recorder._requests._deadline_s = 2.0
         granted.clear()
         with pytest.raises(SaveError, match=who):
             checkpointer.flush()

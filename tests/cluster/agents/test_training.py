@@ -10,7 +10,6 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,7 +183,7 @@ def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path:
     checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn")
     training.step(1)
     checkpointer.flush()
-    checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=2.0)
+    checkpointer._job.recorder._requests._deadline_s = 2.0
     (tmp_path / "durable").rename(tmp_path / "aside")
     (tmp_path / "durable").write_text("in the way")
     training.step(2)

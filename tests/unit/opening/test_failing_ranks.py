@@ -119,7 +119,7 @@ def test_a_rank_that_cannot_flush_tells_the_others(tmp_path: Path) -> None:
         durable = Tier(f"nvme://{tmp_path}?survives=rack", wrap=lambda driver: FaultyDriver(driver, plan))
         checkpointer = checkpointer_of(group, Hierarchy.of(memory(), durable))
         if rank == 1:  # the other one may be slow
-            checkpointer._job.recorder._config = CheckpointConfig(deadline_s=0.5)
+            checkpointer._job.recorder._requests._deadline_s = 0.5
         checkpointer.close()
 
     ended = ranks(life)

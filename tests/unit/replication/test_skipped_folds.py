@@ -187,18 +187,3 @@ def test_what_cannot_be_prepared_for_lack_of_a_thread_does_not_end_the_mover(cap
 
     lived(story)
     assert [each.levelname for each in caplog.records if "not prepared ahead" in each.getMessage()] == ["ERROR"]
-
-
-def test_a_flush_begins_no_fold_for_the_first_tier_alone() -> None:
-    async def story(tiers: OpenHierarchy, mover: Mover, folding: Folding) -> None:
-        await put(tiers, *(record(version) for version in range(1, 6)))
-        await mover.drain(10, closing=True)
-        assert folding.asked == []
-        await train(tiers, mover, 6, 6)
-        assert [fold.version for fold in folding.asked] == [5], "later on it is made"
-        await put(tiers, *(record(version) for version in range(7, 11)))
-        await mover.room_for_base(10, [10])
-        await mover.drain(10, closing=True)
-        assert [fold.version for fold in folding.asked] == [5, 10], "what is due is waited for"
-
-    lived(story)

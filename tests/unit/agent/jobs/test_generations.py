@@ -187,7 +187,7 @@ async def test_memory_that_neighbours_have_filled_keeps_no_agent_from_coming_bac
         await capture(hierarchy, base(0))
 
         def full(path: object) -> object:
-            return SimpleNamespace(f_bavail=0, f_frsize=4096)
+            return SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1 << 20)
 
         for module in ("driver", "segments"):
             monkeypatch.setattr(f"tiercheck.tiers.shm.{module}.os", SimpleNamespace(**{**vars(os), "statvfs": full}))
