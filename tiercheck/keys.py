@@ -190,7 +190,7 @@ class CommitKey:
         return ShardKey.snapshot(self.generation, self.base, self.version, rank)
 
     def __str__(self) -> str:
-        return f"{JOB}commits/{self._name}"
+        return f"{COMMITS}{self._name}"
 
     @property
     def _name(self) -> str:

@@ -189,8 +189,10 @@ class Agent:
         assert self._lock is not None
         if not self.run.is_found_by(self._lock):
             until = _now() + REPLACED_S
-            while not self.run.agent_lives() and _now() < until:  # noqa: ASYNC110  (a lock tells nobody)
-                await asyncio.sleep(LOCK_AGAIN_S)
+            while not self.run.agent_lives() and not self.ending.is_set() and _now() < until:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOCK_AGAIN_S):
+                        await self.ending.wait()
             if not self.run.agent_lives():
                 await self.drain()
             raise ConfigurationError(

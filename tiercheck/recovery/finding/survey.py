@@ -150,7 +150,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}
     prefixes = (LINEAGE, rank_prefix(rank)) if tier.seen_by_all else ("",)
-    if tier.seen_by_all and rank == 0:
+    if looks_at_commits := tier.seen_by_all and rank == 0:
         prefixes = (COMMITS, *prefixes)
     async for info in tier.listed(prefixes):
         key = keys.parse(info.key)
@@ -165,7 +165,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
         elif isinstance(key, ClaimKey):
             looked.claims.add(key)
         elif isinstance(key, CommitKey):
-            if tier.seen_by_all and rank == 0:
+            if looks_at_commits:
                 looked.commits.add(key)
         elif isinstance(key, LineageKey):
             records[key] = info.nbytes

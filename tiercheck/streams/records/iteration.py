@@ -113,7 +113,7 @@ class IterationStream(abc.ABC):
         self._optimizer = OptimizerWatch(provider)
         self._buffers_there = Watch(self._deferred_buffers, watched_on)
         self._forms = forms_of(provider.buffers())
-        """Of the buffers, as of the last base or the last look."""
+        """Of the buffers, as :meth:`reformed` has seen them last."""
         self.packed_host_state()
         self._index.of_now()
         self.mark_recorded()
