@@ -38,6 +38,8 @@ FIRST_TIER = "shm://"
 LISTEN_EVERYWHERE = "tcp://0.0.0.0:0"
 KEEP_S = 0.5
 """How often a rank that recovers looks whether the agent lives."""
+KEEP_LOCK_S = 5.0
+"""How often a rank that trains looks whether others still find its lock."""
 LEFT_S_MIN = 0.1
 READ_S_MAX = 30.0
 """How long a read from another node's memory may stand still."""
@@ -62,6 +64,7 @@ class AgentSession:
         self._environment = environment
         self._deadline_s = deadline_s
         self._mover: RemoteMover | None = None
+        self._registered = False
         self._keeping: concurrent.futures.Future[None] | None = scheduler.start(self._keep())
 
     @classmethod
@@ -154,7 +157,7 @@ class AgentSession:
         assert self._mover is not None, "there is a mover to register for"
         await self._call(self._mover.register(self._deadline_s), "registering with the node's agent")
         self._lock.recovered()
-        self._stop_keeping()  # from here on each look of the mover's keeps the agent alive
+        self._registered = True
 
     @property
     def node(self) -> str:
@@ -180,9 +183,16 @@ class AgentSession:
             self._lock.release()
 
     async def _keep(self) -> None:
-        """Until cancelled, a dead agent is replaced. It finds by the lock that this rank recovers."""
+        """Until cancelled: others find the lock, and while this rank recovers a dead agent is replaced, which finds so
+        by the lock. Once it has registered, each look of the mover's keeps the agent alive."""
         while True:
-            await asyncio.sleep(KEEP_S)
+            await asyncio.sleep(KEEP_LOCK_S if self._registered else KEEP_S)
+            try:
+                self._lock.keep()
+            except (OSError, TierCheckError) as error:
+                log.warning("the lock of this rank's first tier was removed, and cannot be made again yet: %s", error)
+            if self._registered:
+                continue
             try:
                 await self._client.keep(self._deadline_s)
             except TierCheckError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -44,12 +45,16 @@ class TrainerLock:
     """
 
     def __init__(self, run: RunDirectory, namespace: str, rank: int) -> None:
+        self._run = run
         self._path = path_of(run, namespace, rank)
         self._descriptor: int | None = None
+        self._state = "recovering"
+        self._changing = threading.Lock()
+        """:meth:`keep` is called on another thread than the others."""
         _held.add(self)
         try:
             self._descriptor = self._taken(namespace, rank)
-            self._say("recovering")
+            self._say()
         except OSError as error:
             self.release()
             raise ConfigurationError(
@@ -59,10 +64,36 @@ class TrainerLock:
 
     def recovered(self) -> None:
         """From here on the agent moves what is registered."""
-        self._say("training")
+        with self._changing:
+            self._state = "training"
+            self._say()
+
+    def keep(self) -> None:
+        """See to it that others find the lock. What removes old files takes its file for a new one; one that was
+        removed is made again. If another trainer has taken the rank meanwhile, this one goes on without: the
+        generations of the two decide.
+
+        Errors: ``OSError``, ``ConfigurationError`` if it cannot be made now.
+        """
+        with self._changing:
+            if self._descriptor is None:
+                return
+            if is_at(self._path, self._descriptor):
+                os.utime(self._descriptor)
+                return
+            self._run.make()
+            descriptor = lock_file(self._path)
+            if descriptor is not None:
+                self._give_back()
+                self._descriptor = descriptor
+                self._say()
 
     def release(self) -> None:
         """Idempotent."""
+        with self._changing:
+            self._give_back()
+
+    def _give_back(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             if is_at(self._path, descriptor):  # else it was removed, and may be another trainer's
@@ -73,6 +104,7 @@ class TrainerLock:
 
     def leave_to_parent(self) -> None:
         """In a forked child, such as a data loader's worker: it must not hold the lock beyond the parent's end."""
+        self._changing = threading.Lock()  # another thread of the parent may have been at it
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -99,9 +131,9 @@ class TrainerLock:
             else:
                 time.sleep(LOOK_PAUSE_S)
 
-    def _say(self, state: str) -> None:
+    def _say(self) -> None:
         if self._descriptor is not None:
-            content = f"{state} {os.getpid()}".encode()
+            content = f"{self._state} {os.getpid()}".encode()
             os.pwrite(self._descriptor, content.ljust(CONTENT_BYTES_MAX), 0)
 
 

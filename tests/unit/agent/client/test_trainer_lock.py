@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -120,3 +121,34 @@ def test_who_takes_a_lock_that_is_just_released_has_it(node: Node, monkeypatch: 
     other = TrainerLock(run, "shm://run", 0)
     assert trainer_of(run, "shm://run", 0) == Trainer(OWN, True)
     other.release()
+
+
+def test_a_lock_whose_directory_was_tidied_away_is_found_again(node: Node) -> None:
+    run = RunDirectory.of(node.name)
+    lock = TrainerLock(run, "shm://run", 0)
+    lock.recovered()
+    shutil.rmtree(run.root)
+    lock.keep()
+    assert trainer_of(run, "shm://run", 0) == Trainer(OWN, False)
+    with pytest.raises(JobConflict, match="this process is using shm://run for rank 0 already"):
+        TrainerLock(run, "shm://run", 0)
+    os.utime(*files(run), (0, 0))
+    lock.keep()
+    assert files(run)[0].stat().st_mtime > 0, "what removes old files would remove it"
+    lock.release()
+    lock.keep()
+    assert files(run) == [], "what was released stays so"
+
+
+def test_a_lock_that_another_trainer_has_taken_meanwhile_is_left_to_it(node: Node) -> None:
+    run = RunDirectory.of(node.name)
+    lock = TrainerLock(run, "shm://run", 0)
+    lock.recovered()
+    files(run)[0].unlink()
+    other = TrainerLock(run, "shm://run", 0)
+    lock.keep()
+    assert trainer_of(run, "shm://run", 0) == Trainer(OWN, True)
+    lock.release()
+    assert trainer_of(run, "shm://run", 0) == Trainer(OWN, True)
+    other.release()
+    assert files(run) == []
