@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.keys import VERSION_MAX, CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.policy.attempts import left_by_attempts
 from tiercheck.policy.compose.cadence import CadencePolicy, Progress
 from tiercheck.policy.compose.pacing import Copying, PacingPolicy
 from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
@@ -158,7 +159,10 @@ class _Needed:
     floor: tuple[int, int] | None
     """The newest base (generation, version) from which a recovery by this tier starts; ``None``: there is none."""
     whole: bool
-    """Whether the present generation has that base: else nothing of older ones may go from a shared tier."""
+    """Whether the present generation has that base: else of older ones nothing but ``attempts`` may go from a shared
+    tier."""
+    attempts: frozenset[Key]
+    """What older generations have left there, and nobody needs."""
 
     @classmethod
     def of(cls, seen: Observation, role: Role) -> _Needed:
@@ -168,11 +172,14 @@ class _Needed:
             committed = {(each.generation, each.version) for each in contents.commits}
             held = {each for each in held & committed if seen.lineage.admits(*each)}
         floor = max(held, default=None)
-        return cls(seen, role, floor, floor is not None and floor[0] == seen.generation)
+        attempts = frozenset(left_by_attempts(seen, contents) if role.shared else ())
+        return cls(seen, role, floor, floor is not None and floor[0] == seen.generation, attempts)
 
     def why(self, key: Key) -> str | None:
         """Why the object may not be deleted; ``None``: it may."""
         seen, shared = self.seen, self.role.shared
+        if key in self.attempts:
+            return None
         match key:
             case ShardKey(stream=Stream.CONSTANT) if (base := self._referring(key)) is not None:
                 return f"which base {base.first} refers to"

@@ -12,8 +12,9 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
-  its own; what other ranks have left in this node's memory, or in its neighbour's; and in shared tiers what ranks left
-  that the job has no more: each of the present ones deletes that of a few;
+  its own; before that, what starts that failed have left (:mod:`tiercheck.policy.attempts`); what other ranks have left
+  in this node's memory, or in its neighbour's; and in shared tiers what ranks left that the job has no more: each of
+  the present ones deletes that of a few;
 - what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
   alone, until a start says that it may go from the others;
 - in a shared tier that is short of room (:attr:`~tiercheck.policy.observation.Observation.short_of_room`):
@@ -29,7 +30,7 @@ A snapshot supersedes those before it. Ranks that train in lock step are never m
 volatile tier keeps the newest two snapshots, and the newest two of every Nth version, which a shared tier is given. A
 shared tier keeps the newest committed snapshot, with the base for which it was made, and later ones.
 
-The newest committed base, and anything newer than it, is never deleted.
+The newest committed base, and what leads to anything newer than it, is never deleted.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiercheck.keys import CommitKey, Key, MetricKey, ShardKey, Stream
+from tiercheck.policy.attempts import left_by_attempts
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.guard import Refusal, ask_retention
@@ -268,7 +270,7 @@ class Retention:
         commits = _own_commits(seen, contents)
         # Until the generation has a base of its own, it needs what its parents have left.
         if not commits or commits[-1].generation != seen.generation:
-            return []
+            return left_by_attempts(seen, contents)
         kept, _ = self._kept(seen, role)
         oldest, newest = kept.oldest, commits[-1]
         owned = [seen.rank, *left_to(seen.rank, seen.world_size, seen.lineage)]
@@ -293,7 +295,7 @@ class Retention:
         late = [
             commit
             for commit in (*contents.commits, *contents.snapshot_commits)
-            if commit < newest and not _is_whole(seen, contents, commit)
+            if commit < newest and contents.shard(commit, seen.rank) is None
         ]
         records = [*late, *_commits_of([*gone, *passed], contents)] if seen.rank == COORDINATOR else []
         reports = contents.metrics if seen.rank == COORDINATOR else ()
@@ -403,11 +405,6 @@ def _own_commits(seen: Observation, contents: Contents) -> list[CommitKey]:
     ]
 
 
-def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
-    """Whether this rank's shard of the committed base is still there."""
-    return contents.shard(commit, seen.rank) is not None
-
-
 def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | None) -> bool:
     """Whether every rank can reach a version without what older generations have captured. That is so if a base of this
     generation is committed, or the mark is newer than the version at which the generation opened. At that version,
@@ -483,7 +480,7 @@ def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:
     return [
         commit
         for commit in contents.snapshot_commits
-        if _is_whole(seen, contents, commit) and (commit.generation, commit.base) in bases
+        if contents.shard(commit, seen.rank) is not None and (commit.generation, commit.base) in bases
     ]
 
 

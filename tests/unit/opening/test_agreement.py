@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import until
 from tests.training import Training, faulty, memory
 from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck import kernels, keys
@@ -199,6 +200,38 @@ def test_a_crash_loop_does_not_fill_the_first_tier(tmp_path: Path, dies: str) ->
         assert len(shards(url)) <= 3 + 3 * 3
     trained = [0, *[3] * (crashes - 1)] if dies.startswith("before") else list(range(0, 3 * crashes, 3))
     assert versions == trained
+
+
+def test_a_crash_loop_before_the_first_commit_fills_no_shared_tier(tmp_path: Path) -> None:
+    """Each life, the bases of some ranks come there, and the job ends before all have."""
+    job = Job(tmp_path, shared=True)
+    lives = 5
+
+    def life(rank: int, group: SimulatedGroup, *, fails: bool) -> int:
+        refused = faulty(job.others[rank], lambda at: at.call == "put" and "base" in str(at.key))
+        training, checkpointer = job.start(rank, group, other=refused if fails and not rank else "")
+        recovered = checkpointer.version
+        if fails and rank:
+            generation = checkpointer.generation
+            until(lambda: own(rank)[-1][0] == generation and len(own(rank)) <= 3, "the base of this life, and no pile")
+        elif not fails:
+            train(training, checkpointer, max(6, recovered))
+            checkpointer.flush()
+        checkpointer.abort()
+        return recovered
+
+    def own(rank: int) -> list[tuple[int, int]]:
+        return job.bases(job.others[rank], rank)
+
+    assert same_version(ranks(lambda rank, group: life(rank, group, fails=False))) == 0
+    committed = own(1)
+    for _ in range(lives):
+        assert same_version(ranks(lambda rank, group: life(rank, group, fails=True))) == 6
+        assert set(committed) <= set(own(1)), "what is committed stays"
+    assert len(own(1)) == len(committed) + 1
+    assert own(0) == committed
+    job.memories = [memory(), memory()]
+    assert same_version(ranks(lambda rank, group: life(rank, group, fails=False))) == 6
 
 
 def test_what_a_rank_left_on_another_node_goes_before_anything_is_captured(tmp_path: Path) -> None:

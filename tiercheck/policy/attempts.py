@@ -1,0 +1,36 @@
+"""What earlier attempts to start have left in a shared tier.
+
+A generation opens with a base. If the job dies before all ranks have theirs there, nothing is committed, and the next
+generation opens with another one. A job that crashes again and again would fill the tier with them. So a rank deletes
+its older ones as soon as its opening base is there: without waiting for the others, which may never come so far.
+"""
+
+from __future__ import annotations
+
+from tiercheck.keys import CommitKey, Key, ShardKey
+from tiercheck.policy.observation import Contents, Observation
+
+__all__ = ["left_by_attempts"]
+
+
+def left_by_attempts(seen: Observation, contents: Contents) -> list[Key]:
+    """This rank's bases, and their markers, that older generations never committed in the tier, and that nobody needs
+    beside the present generation's: those of the same version of the job's past, and those of another future."""
+    own = contents.bases(seen.rank)
+    present = {base.first for base in own if base.generation == seen.generation and contents.completes(base)}
+    if not present:
+        return []
+    left = {
+        base
+        for base in own
+        if base.generation < seen.generation
+        and base.generation not in seen.lineage.kept
+        and CommitKey.of(base) not in contents
+        and (not seen.lineage.admits(base.generation, base.first) or _is_as(seen, base, present))
+    }
+    return [*(key for key in contents.markers(seen.rank) if key.shard in left), *sorted(left)]
+
+
+def _is_as(seen: Observation, base: ShardKey, versions: set[int]) -> bool:
+    """Whether one of these versions is the base's, and this rank's part of it, too: not if the layout has changed."""
+    return base.first in versions and seen.lineage.readable.admits(base.generation, base.first)
