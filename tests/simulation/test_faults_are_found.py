@@ -97,7 +97,7 @@ def at_the_least_of_the_newest(ranks: Iterable[Reachable], lineage: Lineage) -> 
 def test_a_gap_on_one_rank_sends_all_back(monkeypatch: Patch) -> None:
     monkeypatch.setattr("tiercheck.recovery.finding.past.meeting", at_the_least_of_the_newest)
     with pytest.raises(KeyError):
-        finds("a shared tier, failing saves", seeds=[2])
+        finds("a shared tier, failing saves", seeds=[1])
     with pytest.raises(KeyError):
         finds("no shared tier, failing saves", seeds=[62])
 
