@@ -162,6 +162,11 @@ def overruled_options(
     """
     differing: list[str] = []
     for index, (before, after) in enumerate(zip(given, restored, strict=False)):
+        differing += [
+            f"without {name}, which was removed (group {index})"
+            for name in before.keys() - after.keys()
+            if not name.startswith("tiercheck.")
+        ]
         for name in before.keys() & after.keys() - {"initial_lr"}:
             if name.startswith("tiercheck."):
                 continue

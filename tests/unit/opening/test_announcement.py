@@ -187,6 +187,10 @@ class TestAnOptionThatTheCheckpointOverrules:
     def test_a_list_is_a_tuple_that_was_stored(self) -> None:
         assert overruled_options([{"betas": (0.9, 0.95)}], [{"betas": [0.9, 0.95]}], scheduled=False) is None
 
+    def test_an_option_that_was_removed_is(self) -> None:
+        told = overruled_options([{"lr": 0.1, "boost": 2.0}], [{"lr": 0.1}], scheduled=False)
+        assert "without boost, which was removed (group 0)" in (told or "")
+
     def test_what_integrations_keep_there_is_not(self) -> None:
         given, restored = ({"lr": 0.1, "tiercheck.own_state": {"0": step}} for step in (0, 4))
         assert overruled_options([given], [restored], scheduled=False) is None

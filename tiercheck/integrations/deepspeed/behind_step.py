@@ -15,7 +15,7 @@ from tiercheck.format import host_state
 from tiercheck.integrations.deepspeed.loss_scale import LossScale
 from tiercheck.streams.tensors.as_bytes import wrappers_of, writes_to
 from tiercheck.streams.tensors.extra_state import ExtraState
-from tiercheck.streams.tensors.provider import plain_options
+from tiercheck.streams.tensors.group_options import plain_options
 from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["BehindStep"]

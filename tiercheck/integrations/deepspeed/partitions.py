@@ -38,6 +38,7 @@ from tiercheck.integrations.deepspeed.support import refuse_odd_masters, refuse_
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
+from tiercheck.streams.tensors.group_options import GroupOptions, set_options
 from tiercheck.streams.tensors.joint import objects_held
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.own_state import OwnState
@@ -50,8 +51,6 @@ from tiercheck.streams.tensors.provider import (
     copy_into,
     extras_of,
     loaded_value,
-    plain_options,
-    set_options,
 )
 from tiercheck.streams.tensors.stage import PipelineStage
 from tiercheck.streams.tensors.storable import to_plain
@@ -81,6 +80,7 @@ class DeepSpeedProvider:
         self._tensors = ModuleTensors(engine.module)
         self._layout: MasterLayout = layout_of(engine)
         self._own_state = OwnState(self._layout.inner)
+        self._options = GroupOptions(self.groups())
         self._powers = CPUAdamPowers(self._layout)
         self._replaying = False
         self._forward_begins: Callable[[], None] = lambda: None
@@ -149,8 +149,7 @@ class DeepSpeedProvider:
         return index_of(self._engine, self._layout, self._tensors)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        options = [plain_options(group) for group in self.groups()]
-        return self._powers.added_to(self._own_state.added_to(options))
+        return self._powers.added_to(self._own_state.added_to(self._options.plain(self.groups())))
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, live."""

@@ -14,6 +14,7 @@ from tiercheck.integrations.after_loss import AfterLoss
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
+from tiercheck.streams.tensors.group_options import GroupOptions, set_options
 from tiercheck.streams.tensors.joint import AnyOptimizer, is_torchs_own, objects_held, parts_of
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.nested import flat, nested
@@ -26,8 +27,6 @@ from tiercheck.streams.tensors.provider import (
     copy_into,
     extras_of,
     loaded_value,
-    plain_options,
-    set_options,
     whole_index,
 )
 from tiercheck.streams.tensors.subclasses import apart, whole
@@ -68,6 +67,7 @@ class ModuleProvider:
         self.after_loss = AfterLoss()
         self.extra_state = ExtraState(model)
         self._own_state = OwnState(optimizer)
+        self._options = GroupOptions(optimizer.param_groups)
         self._keeps_plain = all(map(is_torchs_own, parts_of(optimizer)))
         """Whether what it holds of a parameter is plain tensors and numbers, as torch's own do."""
         self._states = 0
@@ -152,7 +152,7 @@ class ModuleProvider:
         return whole_index(self, self._tensors.model_name, self._tensors.aliases())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        return self._own_state.added_to([plain_options(group) for group in self._optimizer.param_groups])
+        return self._own_state.added_to(self._options.plain(self._optimizer.param_groups))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients the coming step will apply; parameters without one are left out.

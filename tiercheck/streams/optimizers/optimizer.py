@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gpu_adam import Powers
 from tiercheck.kernels.gradients import Gradient
+from tiercheck.streams.tensors.group_options import tensor_options
 
 __all__ = [
     "FUSED",
@@ -130,9 +131,14 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
     def variants(self) -> Iterator[dict[str, Any]]:
         """Keyword arguments of the class to certify with: every path that its step can take."""
 
+    def why_called(self, options: Mapping[str, Any]) -> str | None:
+        """As :meth:`reason_not_replayable`, which knows numbers alone: with a tensor torch may compute otherwise."""
+        tensors = tensor_options(options)
+        return f"{tensors[0]} is a tensor" if tensors else self.reason_not_replayable(options)
+
     def check_replayable(self, options: Mapping[str, Any]) -> None:
-        """Errors: ``ConfigurationError`` if :meth:`reason_not_replayable` has a reason."""
-        if reason := self.reason_not_replayable(options):
+        """Errors: ``ConfigurationError`` if :meth:`why_called` has a reason."""
+        if reason := self.why_called(options):
             raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
 
     def needs(self, step: S) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def find_stand_in(kind: str, implementation: str, options: Sequence[Mapping[str,
     optimizer = find_optimizer(kind)
     if optimizer is None or not optimizer.candidates:
         raise ConfigurationError(f"no kernel stands for {kind} on a GPU")
-    if reasons := [why for group in options if (why := optimizer.reason_not_replayable(group))]:
+    if reasons := [why for group in options if (why := optimizer.why_called(group))]:
         raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}")
     betas = tuple(sorted({beta for group in options for beta in optimizer.betas(group)}))
     found = _known[kind, implementation] = chosen(optimizer, implementation, betas, device)

@@ -300,5 +300,5 @@ def check_foldable(
         kind = identity.optimizer.kind
         if (optimizer := find_optimizer(kind)) is None:
             raise ConfigurationError(f"no kernel stands for {kind}: {fix}")
-        if reasons := [why for group in options if (why := optimizer.reason_not_replayable(group))]:
+        if reasons := [why for group in options if (why := optimizer.why_called(group))]:
             raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}: {fix}")

@@ -29,6 +29,7 @@ from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
 from tiercheck.streams.tensors.bare_step import bare_step
+from tiercheck.streams.tensors.group_options import set_options
 from tiercheck.streams.tensors.joint import AnyOptimizer, JointOptimizer, kinds_in, qualified
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
@@ -36,7 +37,6 @@ from tiercheck.streams.tensors.provider import (
     OptimizerIdentity,
     StateProvider,
     copy_into,
-    set_options,
 )
 from tiercheck.streams.tensors.tensor_state import TensorReader
 
@@ -147,7 +147,9 @@ class StoredState(StateProvider):
         """Made when it is first asked for. Errors: ``ConfigurationError``, as :func:`optimizer_class`; ``Mismatch`` if
         a class does not take the saved options."""
         if self._optimizer is None:
-            groups: list[dict[str, Any]] = [{**on_host(options), "params": []} for options in self._options]
+            groups: list[dict[str, Any]] = [{"params": []} for _ in self._options]
+            for group, options in zip(groups, self._options, strict=True):
+                set_options(group, on_host(options))
             for name, master in self._masters.items():
                 groups[self._group_of[name]]["params"].append(master)
             parts, start = [], 0
@@ -244,7 +246,7 @@ class StoredState(StateProvider):
         step = Step(0, self._options, gradients)
         for name in gradients:
             options = self._options[self._group_of[name]]
-            if name not in self._states and replayable.reason_not_replayable(options) is None:
+            if name not in self._states and replayable.why_called(options) is None:
                 self._states[name] = first_state(replayable, options, self._masters[name])
         kernel = kernel_for(self, [step])
         if kernel is None:

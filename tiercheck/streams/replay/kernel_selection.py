@@ -181,7 +181,7 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
     setting = setting_of(provider)
     if setting is None or any([how_it_runs(group, device) for group in step.hyperparameters] != now for step in steps):
         return None  # the optimizer was told to run otherwise in between, which rounds otherwise
-    if any(optimizer.reason_not_replayable(group) for step in steps for group in step.hyperparameters):
+    if any(optimizer.why_called(group) for step in steps for group in step.hyperparameters):
         return None
     tensors = list(stepped_tensors(provider, steps))
     where = {each.master.device.type for each in tensors} or {HOST}
@@ -235,7 +235,7 @@ def is_certified(saved: OptimizerIdentity, options: Sequence[Mapping[str, Any]])
     """Whether a kernel is certified in this process for this optimizer with these options of its groups. The first time
     that takes seconds: kernels are compiled, and tried."""
     optimizer, setting = find_optimizer(saved.kind), setting_by(saved, options)
-    if optimizer is None or setting is None or any(optimizer.reason_not_replayable(group) for group in options):
+    if optimizer is None or setting is None or any(optimizer.why_called(group) for group in options):
         return False
     if saved.device != HOST:
         return stand_in_replay(optimizer, saved) is not None

@@ -20,7 +20,6 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from tiercheck import schema
@@ -30,7 +29,6 @@ from tiercheck.streams.optimizers.stand_in import StandIn, known_stand_in
 from tiercheck.streams.replay.libraries import library_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, is_given
 from tiercheck.streams.tensors.joint import AnyOptimizer, kind_of, parts_of, qualified
-from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
 __all__ = [
     "Form",
@@ -324,34 +322,6 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> str:
 def identity_digest(lines: Iterable[str]) -> str:
     """Sixteen hexadecimal digits that differ where the lines do."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's options without its parameters; tensors of one element (a capturable ``lr``) as numbers."""
-    return {
-        key: value if type(value) in PLAIN else to_plain(without_dimension(value), key)
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def without_dimension(value: Any) -> Any:
-    """A tensor of one element as torch takes it for a number."""
-    return value.reshape(()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put options back into a parameter group, into the tensor where the group holds one."""
-    for key, value in options.items():
-        current = group.get(key)
-        if isinstance(current, torch.Tensor):
-            loaded = np.asarray(value)
-            if loaded.ndim:
-                current.copy_(torch.from_numpy(loaded).reshape(current.shape))
-            else:
-                current.fill_(loaded.item())
-        else:
-            group[key] = value
 
 
 def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
