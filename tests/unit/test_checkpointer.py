@@ -218,7 +218,7 @@ def test_a_superseded_job_stops_saving(hierarchy: Hierarchy, tmp_path: Path) -> 
     new = Job()
     (attached,) = on_all_ranks(1, lambda _: new.attach(Hierarchy.of(elsewhere, durable)))  # in a thread, as a process
     assert attached.generation == 2
-    with pytest.raises(JobConflict, match="generation 2 of this job has opened while generation 1"):
+    with pytest.raises(JobConflict, match="generation 2 of this job has opened: generation 1 saves nothing more"):
         old.train(500)
     new.train(3)
     new.checkpointer.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck.config import CheckpointConfig
+from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.first_tier import BASES_MAX, FOLD_EVERY_MIN, RECORDS_BESIDE, Holding, Sizes, holding
@@ -21,6 +21,7 @@ __all__ = [
     "Demand",
     "demand_of",
     "prepare_memory",
+    "ranks_sharing",
     "refuse_gaps",
     "sizes_of",
 ]
@@ -220,3 +221,10 @@ async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int, openin
             await driver.prepare_reservations(demand.reservations(room, base_every, opening_nbytes))
     except TierError as error:
         log.warning("not all memory is prepared, so that some captures take longer: %s", error)
+
+
+def ranks_sharing(url: str, environment: Mapping[str, str], world_size: int) -> int:
+    """How many ranks of a node have the first tier at this URL in common, as the launcher tells."""
+    if "{rank}" in url or "{local_rank}" in url:
+        return 1
+    return min(world_size, max(1, int_of("LOCAL_WORLD_SIZE", 1, environment)))

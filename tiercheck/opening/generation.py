@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from tiercheck import schema
-from tiercheck.errors import GroupError, RecoveryError, TierCheckError
+from tiercheck.errors import ConfigurationError, GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.recovery.ranks import Ranks
@@ -43,7 +43,8 @@ async def open_on_all_ranks(
     written to just now, if each rank's memory has served the recovery. ``layout``: under which it saves; ``token``
     draws its name; ``asked`` and ``kept``: as of :class:`Branch`.
 
-    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
+    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied;
+    ``ConfigurationError`` if a tier that all ranks should share is another place for some.
     """
     taken = restored.past.taken
     if restored.past.away:
@@ -77,6 +78,9 @@ async def open_on_all_ranks(
         except Exception:
             await take_back(ranks, tiers, branch)
             raise
+        if (apart := places_apart(openings)) is not None:
+            await take_back(ranks, tiers, branch)
+            raise ConfigurationError(apart)
         if not any(opening.occupied for opening in openings):
             for tier, error in openings[ranks.rank].later.items():
                 log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
@@ -87,6 +91,22 @@ async def open_on_all_ranks(
         f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
         f"what is foreign under lineage/ in {', '.join(tier.driver.url for tier in tiers.tiers)}"
     )
+
+
+def places_apart(openings: Sequence[Opening]) -> str | None:
+    """Why a tier is not the place that all ranks share, in words. ``openings``: of all ranks. One of them at most puts
+    the record of a generation there; the others find it."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, opening in enumerate(openings):
+        for tier, url in opening.created.items():
+            other, others = first.setdefault(tier, (rank, url))
+            if other != rank:
+                return (
+                    f"the tier {tier} is {others} for rank {other} and {url} for rank {rank}, and these are two "
+                    "places: neither finds what the other has put there. Point all ranks at one place that they share, "
+                    "or say with survives=process that the tier is one of each node"
+                )
+    return None
 
 
 async def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:

@@ -207,20 +207,19 @@ class OpenedJob:
                 while first:
                     first.pop(0)()
             finally:
-                await self._flush_at_end()  # what came before is worth as much, if the last version cannot be saved
+                await self._at_end(self.flush)  # what came before is worth as much, if the last version is not saved
 
         # A rank that fails tells the others, which may have to wait as long as it tried.
         deadline_s, failure = 3 * self.config.deadline_s, self.recorder.failure
         await gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
-        drained = await self._flush_at_end()  # the coordinator: the last commit
+        drained = await self._at_end(self.flush) and await self._at_end(self.recorder.commit)
         if drained and self.agent is not None:
             await self.agent.withdraw()
 
-    async def _flush_at_end(self) -> bool:
-        """Whether everything is where policy wants it. A job that went on after failed saves does not fail at its end
-        for one more."""
+    async def _at_end(self, save: Callable[[], Awaitable[None]]) -> bool:
+        """Whether it succeeded. A job that went on after failed saves does not fail at its end for one more."""
         try:
-            await self.flush()
+            await save()
         except SaveError as error:
             if self.config.on_save_error == "fail":
                 raise

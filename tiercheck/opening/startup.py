@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
@@ -23,8 +23,9 @@ from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.owner import FoldProcess
 from tiercheck.format.container import checksum_of
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
-from tiercheck.opening.admission import Demand, demand_of, prepare_memory, refuse_gaps, sizes_of
+from tiercheck.opening.admission import Demand, demand_of, prepare_memory, ranks_sharing, refuse_gaps, sizes_of
 from tiercheck.opening.agreement import Agreement, clear_tiers
+from tiercheck.opening.alike import refuse_different, settings_alike
 from tiercheck.opening.announcement import (
     begun,
     doubtful_tiers,
@@ -45,6 +46,7 @@ from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.opening.restoring import kept_by, take_over
 from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms, too_little_room
 from tiercheck.policy.first_tier import Sizes
+from tiercheck.policy.neighbours import Method
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.policy.recovery.lost_stage import LostStage
@@ -57,7 +59,7 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.restorer import Restorer
-from tiercheck.recovery.stages.places import StageTold, check_pipeline, stage_state, stage_told
+from tiercheck.recovery.stages.places import StageTold, check_pipeline, not_to_be_averaged, stage_state, stage_told
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
@@ -72,6 +74,9 @@ log = logging.getLogger(__name__)
 
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
+
+_Told: TypeAlias = tuple[str, str, Mapping[str, str], tuple[int, ...], list[int], StageTold | None]
+"""What a rank tells the others: see :meth:`_Startup.look`."""
 
 
 async def open_job(
@@ -184,13 +189,15 @@ class _Startup:
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
-        state, told = await ranks.exchange("looking at what is to be saved", self.look)
-        refuse_different([asked for _, asked, _, _, _ in told])
+        settings = settings_alike(config, hierarchy)
+        state, told = await ranks.exchange("looking at what is to be saved", lambda: self.look(settings))
+        refuse_different([asked for _, asked, *_ in told], [each for _, _, each, *_ in told])
         if stages := [each for *_, each in told if each is not None]:
             check_pipeline(stages)
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _, _, _ in told).encode()))
-        sizes = [Sizes(*each) for _, _, each, _, _ in told]
-        bound = [each for _, _, _, each, _ in told]
+            self.tell_of_stages(stages)
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, *_ in told).encode()))
+        sizes = [Sizes(*each) for _, _, _, each, _, _ in told]
+        bound = [each for *_, each, _ in told]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
         opened, reasons = await ranks.exchange(
@@ -260,10 +267,10 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...], list[int], StageTold | None]]:
+    async def look(self, settings: Mapping[str, str]) -> tuple[_State, _Told]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
-        this one holds, what it asks for, which processors it is bound to, and, if a lost one is to be made anew, which
-        stage it is."""
+        this one holds, what it asks for, the settings that all must have, the sizes, which processors it is bound to,
+        and, if a lost one is to be made anew, which stage it is."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
@@ -272,8 +279,13 @@ class _Startup:
         if self.on_lost_stage is not None:
             stage = stage_told(stage_state(self.trained.stage()).place)
             asked = " and ".join(filter(None, (asked, f"on_lost_stage={self.on_lost_stage}")))
-        told = self.trained.layout(), asked, astuple(sizes_of(stream)), sorted(self.runtime.processors), stage
-        return _State(stream, given), told
+        sizes, processors = astuple(sizes_of(stream)), sorted(self.runtime.processors)
+        return _State(stream, given), (self.trained.layout(), asked, settings, sizes, processors, stage)
+
+    def tell_of_stages(self, stages: Sequence[StageTold]) -> None:
+        averages = self.on_lost_stage is not None and Method.AVERAGE in self.on_lost_stage.methods
+        if averages and self.ranks.rank == 0 and (said := not_to_be_averaged(stages)) is not None:
+            log.warning("on_lost_stage=%s: %s", self.on_lost_stage, said)
 
     def folding(
         self, agent: NodeAgent | None, bound: Sequence[Sequence[int]], *, apart: bool
@@ -483,18 +495,3 @@ class _Startup:
         if agreement is not None:
             agreement.mark = mark
             await self.ranks.gather("telling the movers what is whole", agreement.begin)
-
-
-def refuse_different(asked: Sequence[str]) -> None:
-    """Errors: ``ConfigurationError`` unless all ranks ask for the same."""
-    for rank, each in enumerate(asked):
-        if each != asked[0]:
-            ours, first = each or "nothing", asked[0] or "nothing"
-            raise ConfigurationError(f"rank {rank} asks for {ours}, and rank 0 for {first}: all must ask for the same")
-
-
-def ranks_sharing(url: str, environment: Mapping[str, str], world_size: int) -> int:
-    """How many ranks of a node have the first tier at this URL in common, as the launcher tells."""
-    if "{rank}" in url or "{local_rank}" in url:
-        return 1
-    return min(world_size, max(1, int_of("LOCAL_WORLD_SIZE", 1, environment)))

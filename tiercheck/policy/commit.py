@@ -30,6 +30,7 @@ __all__ = [
     "superseded",
     "to_commit",
     "to_mark",
+    "uncommitted",
 ]
 
 COORDINATOR = 0
@@ -119,7 +120,7 @@ def lagging(seen: Observation) -> str:
     """Which ranks are late, in words. The coordinator sees who has no marker for the oldest base that is not committed.
     Any other rank sees only that it is not."""
     if not seen.durable.shared:
-        return "the ranks have agreed on none that is newer"
+        return "the ranks have not agreed yet on a newer version that each of them can reach if a node fails"
     contents = seen.contents[seen.durable.index]
     newest, _ = _newest_committed(seen, contents)
     waiting = next((base for base in own_bases(seen, contents) if base.first > newest), None)
@@ -133,6 +134,16 @@ def lagging(seen: Observation) -> str:
         return f"base {waiting.first} is not committed yet by rank {COORDINATOR}"
     names = ", ".join(map(str, late[:RANKS_NAMED_MAX])) + (", ..." if len(late) > RANKS_NAMED_MAX else "")
     return f"base {waiting.first} has not come whole to {seen.durable.name} from rank {names}"
+
+
+def uncommitted(seen: Observation) -> str:
+    """Why the durable tier has no committed base of this generation, though it has one of this rank's, in words; empty
+    if it has, or should have none. Only the coordinator knows."""
+    if seen.rank != COORDINATOR or not seen.durable.shared:
+        return ""
+    contents = seen.contents[seen.durable.index]
+    newest, _ = _newest_committed(seen, contents)
+    return "" if newest >= 0 or not own_bases(seen, contents) else lagging(seen)
 
 
 def superseded(seen: Observation) -> int | None:

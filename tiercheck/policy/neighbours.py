@@ -23,6 +23,7 @@ from typing import Final
 from tiercheck.errors import ConfigurationError, RecoveryError
 
 __all__ = [
+    "ALIKE",
     "CHECKFREE",
     "CHECKFREE_PLUS",
     "EXPONENT",
@@ -37,6 +38,11 @@ __all__ = [
     "weigh",
 ]
 
+ALIKE: Final = (
+    "only stages of the same layers can be made of each other (DeepSpeed splits a model by its blocks with "
+    'partition_method="type:..."), any other takes "older-base"'
+)
+"""What to do about stages that differ."""
 EXPONENT: Final = 2.0
 """The paper's: a neighbour weighs as much as the square of its gradient's norm."""
 
@@ -319,10 +325,10 @@ def check_layers(substitute: Substitute, layers: Mapping[int, Sequence[Layer]]) 
         other = layers[share.stage]
         made = f"stage {substitute.stage} cannot be made from stage {share.stage}"
         if len(own) != len(other):
-            raise RecoveryError(f"{made}: they have {len(own)} and {len(other)} layers")
+            raise RecoveryError(f"{made}: they have {len(own)} and {len(other)} layers; {ALIKE}")
         for ours, theirs in zip(own, other, strict=True):
             if ours.shapes != theirs.shapes:
-                raise RecoveryError(f"{made}: {_difference(ours, theirs)}")
+                raise RecoveryError(f"{made}: {_difference(ours, theirs)}; {ALIKE}")
 
 
 def _difference(ours: Layer, theirs: Layer) -> str:

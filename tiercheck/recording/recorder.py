@@ -312,6 +312,10 @@ class Recorder:
                     await self._bases.finish()
             await self._requests.drain()
 
+    async def commit(self) -> None:
+        """All ranks have flushed: wait for what is committed then. Errors: ``SaveError``; ``JobConflict``."""
+        await self._requests.commit()
+
     async def finish_base(self) -> None:
         """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
         await self._bases.finish()

@@ -37,6 +37,8 @@ class MoverStatus:
 
     watermark: int | None = None
     """The newest base version committed in the tier that survives most."""
+    uncommitted: str = ""
+    """What the first base of this generation that is to be committed there waits for. Only rank 0 knows."""
     undrained_bases: int = 0
     """Bases of this rank that the durable tier still lacks."""
     idle: bool = False

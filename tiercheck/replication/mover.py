@@ -161,7 +161,7 @@ class Mover:
                     group.create_task(self._prepare_folding(self._folding))
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
-            log.error("%s", self.conflict)
+            log.warning("%s", self.conflict)  # an agent may have taken up what a node that has come back has left
         except* ProcessEnds as ends:
             self._stopped = next(each for each in ends.exceptions if isinstance(each, ProcessEnds))
             if lacking := "; ".join(filter(None, map(self._lacking, self._hierarchy.tiers))):
@@ -352,9 +352,8 @@ class Mover:
         newer = superseded(seen)
         if newer is not None:
             raise JobConflict(
-                f"generation {newer} of this job has opened while generation {seen.generation} (this process) "
-                "is still running; this one stops saving. Two jobs must not share a hierarchy: end one of "
-                "them, or give it a name of its own"
+                f"generation {newer} of this job has opened: generation {seen.generation} saves nothing more. If it "
+                "still trains, two jobs share a hierarchy: end one of them, or give it a name of its own"
             )
         return seen
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from tiercheck.policy.commit import uncommitted
 from tiercheck.policy.damage import base_needed_after
 from tiercheck.policy.first_tier import awaits_base, held_up_by
 from tiercheck.policy.observation import Copy, Observation
@@ -25,6 +26,7 @@ def standing(
     mark = watermark(seen)
     return {
         "watermark": mark.version if mark else None,
+        "uncommitted": uncommitted(seen),
         "held_up_by": held_up_by(seen, placement),
         "awaits_base": awaits_base(seen, placement),
         "reached_versions": placement.reached(seen),

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["AsyncGroup", "BlockingGroup", "Group", "SimulatedGroup", "SingleProcess", "TorchGroup"]
 
 MESSAGE_BYTES_MAX = 256 << 20
+EXCHANGE_S_MIN = 30.0
+"""What the exchange may take at least, when all ranks are here."""
+FIRST_S = 1.0
+"""How much longer than rank 0 the others wait."""
+TIMER_S = 0.01
+"""How finely torch's waits are timed; 0 would mean no end to it."""
 
 
 class Group(Protocol):
@@ -116,7 +122,11 @@ class TorchGroup:
     """
 
     def __init__(self, parts: Sequence[Sequence[int]] = (), *, deadline_s: float = 300.0) -> None:
-        """``parts``: of all ranks, each in one; the group is that of this rank's part. By default that is all."""
+        """``parts``: of all ranks, each in one; the group is that of this rank's part. By default that is all.
+        ``deadline_s``: how long the others are waited for here.
+
+        Errors: ``RanksLate``; ``GroupError``.
+        """
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -126,7 +136,10 @@ class TorchGroup:
         self._group: dist.ProcessGroup | None = None
         rank = dist.get_rank()
         for part in parts or [range(dist.get_world_size())]:
-            made = dist.new_group([*part], backend="gloo", timeout=timedelta(seconds=deadline_s))
+            try:
+                made = dist.new_group([*part], backend="gloo", timeout=timedelta(seconds=deadline_s))
+            except RuntimeError as error:
+                raise _not_met(rank, part, deadline_s, error) from error
             if rank in part:
                 self._group, self._members = made, tuple(part)
         self.rank = self._members.index(rank)
@@ -143,54 +156,102 @@ class TorchGroup:
             raise GroupError("the group is closed")
         if len(message) > MESSAGE_BYTES_MAX:
             raise GroupError(f"a message of {len(message)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
-        self._await_all(what, deadline_s)
+        until = time.monotonic() + deadline_s
+        if self.rank == 0:
+            self._hear_all(what, deadline_s)
+        else:
+            self._answer_first(what, deadline_s)
         try:
-            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64)).ravel().tolist()
+            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64), until).ravel().tolist()
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
             if message:
                 padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             if not len(padded):
                 return [b""] * self.world_size
-            gathered = self._gather(padded)
+            gathered = self._gather(padded, until)
         except RuntimeError as error:
             raise PeerLost(f"{what}: a rank was lost during the exchange: {_first_line(error)}") from error
         return [each[:length].tobytes() for each, length in zip(gathered, lengths, strict=True)]
 
-    def _gather(self, tensor: Any) -> Any:
+    def _gather(self, tensor: Any, until: float) -> Any:
         """Every rank's tensor, as the rows of one array."""
         import torch
         import torch.distributed as dist
 
         whole = torch.empty((self.world_size, len(tensor)), dtype=tensor.dtype)
-        dist.all_gather(list(whole), tensor, group=self._group)
+        work = dist.all_gather(list(whole), tensor, group=self._group, async_op=True)
+        _wait(work, max(EXCHANGE_S_MIN, until - time.monotonic()))
         return whole.numpy()
 
-    def _await_all(self, what: str, deadline_s: float) -> None:
-        """Wait until every rank is here: rank 0 hears from each, so it can tell who is missing."""
+    # Every rank must be here before anything is exchanged: rank 0 hears from each, so it can tell who is missing. That
+    # is torch's ``monitored_barrier``, but that one heeds its timeout on rank 0 alone.
+
+    def _hear_all(self, what: str, deadline_s: float) -> None:
+        import torch
         import torch.distributed as dist
 
-        began = time.monotonic()
+        others = range(1, self.world_size)
+        tokens = torch.zeros((self.world_size, 1), dtype=torch.uint8)
+        until = time.monotonic() + deadline_s
+        late: list[int] = []
+        # All before any is waited for: a wait that ends in vain closes the connections to all.
         try:
-            dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=deadline_s), wait_all_ranks=True)
+            came = {each: dist.irecv(tokens[each], src=self._members[each], group=self._group) for each in others}
         except RuntimeError as error:
-            text = _first_line(error)
-            late = [self._members[each] for each in (_ranks_named(text, self.world_size) if self.rank == 0 else (0,))]
-            waited_s = time.monotonic() - began
-            is_early = waited_s < deadline_s / 2  # nobody has waited for so long
-            if (is_early and self.rank == 0) or "Connection closed" in text or "reset by peer" in text:
-                raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
-            if is_early:  # rank 0 closes its connections to all when it waits no longer for one of them
-                raise RanksLate(
-                    f"{what}: rank {late[0]} has left rank {self._members[self.rank]} after {waited_s:.2g} s: it has "
-                    "died, or has given up on another rank, which its message names",
-                    late=late,
-                ) from error
-            named = ", ".join(str(rank) for rank in late) or "unknown"
+            raise PeerLost(f"{what}: the connection to a rank broke: {_first_line(error)}") from error
+        for each in others:
+            try:
+                _wait(came[each], until - time.monotonic())
+            except RuntimeError as error:
+                if not late and until - time.monotonic() > TIMER_S:
+                    text = _first_line(error)
+                    raise PeerLost(f"{what}: the connection to rank {self._members[each]} broke: {text}") from error
+                late.append(self._members[each])
+        if late:
+            named = ", ".join(map(str, late))
             raise RanksLate(
-                f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
-                + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),
-                late=late,
-            ) from error
+                f"{what}: rank {self._members[0]} waited {deadline_s:g} s for rank {named}", late=tuple(late)
+            )
+        try:
+            for each in others:
+                told = dist.isend(tokens[each], dst=self._members[each], group=self._group)
+                _wait(told, deadline_s)
+        except RuntimeError as error:
+            raise PeerLost(f"{what}: the connection to a rank broke: {_first_line(error)}") from error
+
+    def _answer_first(self, what: str, deadline_s: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        own, first = self._members[self.rank], self._members[0]
+        token = torch.zeros(1, dtype=torch.uint8)
+        began = time.monotonic()
+        wait_s = deadline_s + FIRST_S  # what rank 0 has to say names who is late
+        try:
+            _wait(dist.isend(token, dst=first, group=self._group), wait_s)
+        except RuntimeError as error:
+            if time.monotonic() - began < wait_s - TIMER_S:
+                raise PeerLost(f"{what}: the connection to rank {first} broke: {_first_line(error)}") from error
+            raise self._first_is_late(what, deadline_s) from error
+        try:
+            _wait(dist.irecv(token, src=first, group=self._group), wait_s - (time.monotonic() - began))
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            if waited_s < deadline_s / 2:  # rank 0 closes its connections when it waits no longer for one of them
+                raise RanksLate(
+                    f"{what}: rank {first} has left rank {own} after {waited_s:.2g} s: it has died, or has given up on "
+                    "another rank, which its message names",
+                    late=(first,),
+                ) from error
+            raise self._first_is_late(what, deadline_s) from error
+
+    def _first_is_late(self, what: str, deadline_s: float) -> RanksLate:
+        own, first = self._members[self.rank], self._members[0]
+        return RanksLate(
+            f"{what}: rank {own} waited {deadline_s:g} s for rank {first}, which itself may be waiting for another; "
+            "its message names it",
+            late=(first,),
+        )
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -258,9 +319,22 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _ranks_named(text: str, world_size: int) -> Sequence[int]:
-    """The ranks of which gloo's monitored barrier says ``Ranks 1, 3 failed to pass``."""
-    match = re.search(r"Ranks? (\d[\d, ]*) failed", text)
-    if match is None:
-        return ()
-    return [rank for rank in map(int, re.findall(r"\d+", match[1])) if rank < world_size]
+def _wait(work: dist.Work | None, seconds: float) -> None:
+    """Errors: ``RuntimeError``, also if it has not ended by then."""
+    assert work is not None, "this rank is in the group"
+    work.wait(timedelta(seconds=max(TIMER_S, seconds)))
+
+
+def _not_met(rank: int, part: Sequence[int], deadline_s: float, error: RuntimeError) -> GroupError:
+    """Why the ranks could not make a group. Each leaves its address in torch's store, under its number in the group."""
+    text = _first_line(error)
+    if not re.search("time(d )?out", text, re.IGNORECASE):
+        return GroupError(f"the ranks cannot be connected: {text}")
+    match = re.search(r"keys: \S*/(\d+)$", text)  # of torch's TCP store
+    late = [part[int(match[1])]] if match and int(match[1]) < len(part) else []
+    named = f"rank {late[0]}: it" if late else "the others: one of them"
+    return RanksLate(
+        f"connecting the ranks: rank {rank} waited {deadline_s:g} s for {named} has died, or has not come to attach "
+        "yet (CheckpointConfig.deadline_s is how long it is waited for)",
+        late=late,
+    )

@@ -81,10 +81,69 @@ os._exit(0)
 """
 
 
-def run(worker: str, tmp_path: Path) -> None:
+FIRST_IS_LATE = """
+import os, sys, time
+import torch.distributed as dist
+from tiercheck.errors import RanksLate
+from tiercheck.runtime.group import TorchGroup
+
+children = []
+for rank in range(3):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
+group = TorchGroup(deadline_s=60)
+store = dist.distributed_c10d._get_default_store()
+if rank:
+    began = time.monotonic()
+    try:
+        group.all_gather(b"", what="second", deadline_s=1)
+    except RanksLate as error:
+        text = f"{error.late}|{error}|{time.monotonic() - began}"
+        open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(text)
+else:
+    store.wait(["done1", "done2"])
+store.set(f"done{rank}", "1")
+os._exit(0)
+"""
+
+
+NOT_MET = """
+import os, socket, sys
+import torch.distributed as dist
+from tiercheck.errors import GroupError, RanksLate
+from tiercheck.runtime.group import TorchGroup
+
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+children = []
+for rank in range(3):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+dist.init_process_group("gloo", init_method=sys.argv[2].format(port=port), rank=rank, world_size=3)
+store = dist.distributed_c10d._get_default_store()
+if rank == 1:
+    store.wait(["done0", "done2"])
+else:
+    try:
+        TorchGroup(deadline_s=1)
+    except GroupError as error:
+        open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(f"{type(error).__name__}|{error}")
+store.set(f"done{rank}", "1")
+os._exit(0)
+"""
+
+
+def run(worker: str, tmp_path: Path, *arguments: str) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(worker))
-    command = [sys.executable, str(script), str(tmp_path)]
+    command = [sys.executable, str(script), str(tmp_path), *arguments]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
@@ -92,7 +151,7 @@ def run(worker: str, tmp_path: Path) -> None:
 def test_a_rank_that_was_killed_is_lost_and_not_late(tmp_path: Path) -> None:
     run(KILLED, tmp_path)
     message = (tmp_path / "r0").read_text()
-    assert message.startswith("second: the connection to a rank broke: ")
+    assert message.startswith("second: the connection to rank 2 broke: ")
     assert "waited" not in message
 
 
@@ -104,3 +163,26 @@ def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
     kind, late, message = (tmp_path / "r2").read_text().split("|")
     assert (kind, late) == ("RanksLate", "(0,)")
     assert "its message names it" in message
+
+
+def test_the_other_ranks_wait_no_longer_for_the_first_than_they_are_told(tmp_path: Path) -> None:
+    run(FIRST_IS_LATE, tmp_path)
+    for rank in (1, 2):
+        late, message, waited_s = (tmp_path / f"r{rank}").read_text().split("|")
+        assert (late, float(waited_s) < 30) == ("(0,)", True)
+        assert message.startswith(f"second: rank {rank} waited 1 s for rank 0, which itself may be waiting for another")
+
+
+@pytest.mark.parametrize(
+    ("store", "named"),
+    [("tcp://127.0.0.1:{port}", "rank 1: it"), ("file://{path}/store", "the others: one of them")],
+    ids=["a store that names it", "a store that does not"],
+)
+def test_a_rank_that_does_not_come_to_the_group_is_named_at_the_deadline(
+    tmp_path: Path, store: str, named: str
+) -> None:
+    run(NOT_MET, tmp_path, store.replace("{path}", str(tmp_path)))
+    for rank in (0, 2):
+        kind, message = (tmp_path / f"r{rank}").read_text().split("|")
+        assert kind == "RanksLate", message
+        assert message.startswith(f"connecting the ranks: rank {rank} waited 1 s for {named} has died, or has not come")

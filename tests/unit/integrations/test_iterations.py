@@ -3,6 +3,7 @@ says that it may not be."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,23 @@ def test_a_loop_that_says_its_end_twice_or_before_a_step_saves_once() -> None:
     loop.step(1)
     checkpointer.end_iteration()
     assert (checkpointer.version, checkpointer.stats.differentials) == (1, 1)
+
+
+def test_a_step_that_the_loop_takes_back_is_a_version_too_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Training()
+    checkpointer = loop.attach(Hierarchy.of(memory()))
+    for version in (1, 2):
+        loop.step(version)
+    for version in (3, 4):
+        before = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+        loop.backward(version)
+        loop.optimizer.step()
+        loop.model.load_state_dict(before[0])
+        loop.optimizer.load_state_dict(before[1])
+        loop.step(version)
+    assert checkpointer.version == 6
+    assert caplog.text.count("the optimizer steps a second time before the loop has said") == 1
+    assert "each step makes a version" in caplog.text
 
 
 def test_what_may_be_either_is_told_of_unless_the_loop_says_its_end(caplog: pytest.LogCaptureFixture) -> None:

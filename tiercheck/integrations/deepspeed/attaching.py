@@ -114,7 +114,7 @@ def attach(
         made.append(_Hooks(provider, engine, in_step=stateful is None and after_step is None))
         return made[0]
 
-    ranks = group or TorchGroup()
+    ranks = group or TorchGroup(deadline_s=(config or CheckpointConfig()).deadline_s)
     return attach_hooks(
         hook,
         hierarchy,

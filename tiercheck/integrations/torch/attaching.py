@@ -109,7 +109,8 @@ def attach(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() before attach()"
         )
-    ranks = group or (TorchGroup() if distributed else SingleProcess())
+    deadline_s = (config or CheckpointConfig()).deadline_s
+    ranks = group or (TorchGroup(deadline_s=deadline_s) if distributed else SingleProcess())
     own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
 
     made: list[_Hooks] = []

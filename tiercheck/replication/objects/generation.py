@@ -64,6 +64,8 @@ class Opening:
     """Tiers in which the generation is not recorded yet, and why."""
     occupied: bool = False
     """Something that is no record lies under this number: another one is to be tried."""
+    created: Mapping[str, str] = field(default_factory=dict)
+    """The shared tiers in which no other rank had put the record before, and their URLs."""
 
 
 async def open_generation(
@@ -85,6 +87,7 @@ async def open_generation(
     """
     until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
     later: dict[str, str] = {}
+    created: dict[str, str] = {}
     recorded: list[str] = []
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own. And those tell of the
     # shared ones, so that an empty one is told from one that has nothing yet.
@@ -92,7 +95,7 @@ async def open_generation(
         waits = may_wait and tier is not hierarchy.first
         record = LineageRecord.of(branch, past, () if tier.role.shared else recorded)
         try:
-            await _record_until(tier, record, until, waits=waits)
+            is_first = await _record_until(tier, record, until, waits=waits)
         except (Corruption, Unsupported) as error:
             log.warning("generation %d is passed over: %s", branch.generation, error)
             return Opening(occupied=True)
@@ -103,7 +106,9 @@ async def open_generation(
             recorded += [tier.driver.url] if tier.driver.url in stores else []
         else:
             recorded += [tier.driver.url] if tier.role.shared else []
-    return Opening(later)
+            if tier.role.shared and is_first:
+                created[tier.name] = tier.driver.url
+    return Opening(later, created=created)
 
 
 async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int, first: OpenTier) -> None:
@@ -168,11 +173,12 @@ async def _captured(tier: OpenTier, generation: int, rank: int) -> bool:
     return False
 
 
-async def _put_record(tier: OpenTier, record: LineageRecord) -> None:
-    """Errors: ``JobConflict``; ``Corruption`` if something else lies there; ``Unsupported`` if it is a directory;
-    ``TierError``."""
+async def _put_record(tier: OpenTier, record: LineageRecord) -> bool:
+    """Whether it is known that nobody had put it before. Errors: ``JobConflict``; ``Corruption`` if something else lies
+    there; ``Unsupported`` if it is a directory; ``TierError``."""
+    created = False
     if tier.capabilities.conditional_put:
-        await _create(tier, record)
+        created = await _create(tier, record)
     else:
         await _claim(tier, record)
     newest = max(await listed_lineage(tier), default=LineageKey(0))
@@ -182,18 +188,26 @@ async def _put_record(tier: OpenTier, record: LineageRecord) -> None:
             f"another job opened generation {newest.generation} in {tier.driver.url} while this one opened generation "
             f"{record.generation}; two jobs must not share a hierarchy: end one of them, or give it a name of its own"
         )
+    return created
 
 
-async def _record_until(tier: OpenTier, record: LineageRecord, until: float | None, *, waits: bool) -> None:
+async def _record_until(tier: OpenTier, record: LineageRecord, until: float | None, *, waits: bool) -> bool:
     """As :func:`_put_record`. What may pass is tried again, but in a tier that ``waits``."""
+    created = False
+
+    async def put() -> None:
+        nonlocal created
+        created = await _put_record(tier, record)
+
     if until is None:
-        await _put_record(tier, record)
-        return
+        await put()
+        return created
     left_s = max(0.0, until - asyncio.get_running_loop().time())
     retry_s, answer_s = (0.0, left_s / 2) if waits else (left_s, left_s)
-    error = await patiently(lambda: _put_record(tier, record), tier, retry_s, answer_s, insist=False)
+    error = await patiently(put, tier, retry_s, answer_s, insist=False)
     if error is not None:
         raise error
+    return created
 
 
 async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int) -> None:
@@ -220,13 +234,15 @@ async def _withdraw(tier: OpenTier, branch: Branch) -> None:
     await tier.driver.delete([*gone, str(key)] if found is not None and found.branch == branch else gone)
 
 
-async def _create(tier: OpenTier, record: LineageRecord) -> None:
+async def _create(tier: OpenTier, record: LineageRecord) -> bool:
     key = LineageKey(record.generation)
     try:
         await tier.driver.put(str(key), [seal(key, record)], mode=PutMode.CREATE)
     except AlreadyExists:
         if (await read_lineage(tier, key)).branch != record.branch:
             raise _conflict(tier, record) from None
+        return False
+    return True
 
 
 async def _claim(tier: OpenTier, record: LineageRecord) -> None:
