@@ -156,8 +156,11 @@ def test_answers_keep_their_bytes() -> None:
         "00a8636f6e666c696374a4676f6e65a6726573756c74c3"
     )
     assert parse_answer(written).read(RankReply) == reply, "as the release before wrote it"
-    has_room, newest_base = b"\xa8has_room\xc3", b"\xabnewest_base\xff"  # which the release before did not send
-    now = written.replace(b"status\xde\x00\x1a", b"status\xde\x00\x1b").replace(has_room, has_room + newest_base)
+    # Which the release before did not send:
+    has_room, newest_base = b"\xa8has_room\xc3", b"\xabnewest_base\xff"
+    watermark, uncommitted = b"\xa9watermark\x03", b"\xabuncommitted\xa0"
+    now = written.replace(b"status\xde\x00\x1a", b"status\xde\x00\x1c").replace(has_room, has_room + newest_base)
+    now = now.replace(watermark, watermark + uncommitted)
     assert parse_answer(now).read(RankReply) == reply
     assert pack_answer(7, reply) == now
     hello = bytes.fromhex(
