@@ -179,21 +179,22 @@ class Iterations:
                 return
             self._meet_once()
         if self._pending is not None:
-            self._tell_of_second_step(end)
             self._end(end)
             self._ended = False
             if end is End.FORWARD and not torch.is_grad_enabled():
                 self._at_pass = self._steps_behind()
 
-    def _tell_of_second_step(self, end: End) -> None:
-        """The next step comes, of a loop that says when an iteration is over, and has not said so of this one."""
-        if end is End.UNSEEN and self._provider.beside.says_end and not self._told_of_second_step:
+    def step_comes(self) -> None:
+        """The optimizer is about to step: that ends an iteration of which nothing else has told that it is over."""
+        open_yet = self._pending is not None and self._provider.beside.says_end
+        if open_yet and not self._told_of_second_step:
             self._told_of_second_step = True
             log.warning(
                 "the optimizer steps a second time before the loop has said that its iteration is over: each step "
                 "makes a version, also one that the loop takes back. Count by checkpointer.version, or call "
                 "end_iteration() after each step"
             )
+        self.over()
 
     def _save_what_came_after_a_pass(self) -> None:
         """A forward pass with gradients begins. The one before may have had none, as for a loss that is only logged: if

@@ -202,17 +202,21 @@ class OpenedJob:
         Errors: ``SaveError``; ``JobConflict``; ``RecoveryError`` if another rank failed; ``GroupError``.
         """
 
-        async def finish() -> None:
+        async def finish() -> bool:
+            drained = False
             try:
                 while first:
                     first.pop(0)()
-            finally:
-                await self._at_end(self.flush)  # what came before is worth as much, if the last version is not saved
+            finally:  # what came before is worth as much, if the last version is not saved
+                drained = await self._at_end(self.flush)
+            return drained
 
         # A rank that fails tells the others, which may have to wait as long as it tried.
         deadline_s, failure = 3 * self.config.deadline_s, self.recorder.failure
-        await gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
-        drained = await self._at_end(self.flush) and await self._at_end(self.recorder.commit)
+        by_rank = await gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
+        drained = await self._at_end(self.flush)  # the coordinator: the last commit
+        if drained and all(by_rank):
+            drained = await self._at_end(self.recorder.commit)
         if drained and self.agent is not None:
             await self.agent.withdraw()
 

@@ -23,7 +23,7 @@ __all__ = ["AsyncGroup", "BlockingGroup", "Group", "SimulatedGroup", "SingleProc
 
 MESSAGE_BYTES_MAX = 256 << 20
 EXCHANGE_S_MIN = 30.0
-"""What the exchange may take at least, when all ranks are here."""
+"""What the exchange may take at least, when all ranks are here, unless the group's own deadline is shorter."""
 FIRST_S = 1.0
 """How much longer than rank 0 the others wait."""
 TIMER_S = 0.01
@@ -212,10 +212,11 @@ class TorchGroup:
             raise RanksLate(
                 f"{what}: rank {self._members[0]} waited {deadline_s:g} s for rank {named}", late=tuple(late)
             )
+        until = time.monotonic() + EXCHANGE_S_MIN
         try:
             for each in others:
                 told = dist.isend(tokens[each], dst=self._members[each], group=self._group)
-                _wait(told, deadline_s)
+                _wait(told, until - time.monotonic())
         except RuntimeError as error:
             raise PeerLost(f"{what}: the connection to a rank broke: {_first_line(error)}") from error
 

@@ -160,6 +160,18 @@ def test_a_step_that_the_loop_takes_back_is_a_version_too_and_that_is_told(caplo
     assert "each step makes a version" in caplog.text
 
 
+def test_the_last_step_of_a_loop_that_breaks_off_behind_it_is_no_second_one(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Training()
+    checkpointer = loop.attach(Hierarchy.of(memory()))
+    for version in (1, 2):
+        loop.step(version)
+    loop.backward(3)
+    loop.optimizer.step()
+    checkpointer.close()
+    assert checkpointer.version == 3
+    assert "a second time" not in caplog.text
+
+
 def test_what_may_be_either_is_told_of_unless_the_loop_says_its_end(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing tells a counter that the loop raises from a position in the data."""
     url = memory()

@@ -15,6 +15,7 @@ from tiercheck.errors import ConfigurationError, SaveError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.opening.alike import SETTINGS, refuse_different
 from tiercheck.runtime.group import SimulatedGroup
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 
 
@@ -73,3 +74,15 @@ def test_a_job_does_not_end_well_if_nothing_was_ever_committed(tmp_path: Path) -
     ended = started(apart(tmp_path, Unconditional), last=3, deadline_s=5.0)
     assert isinstance(ended[0], SaveError)
     assert "base 0 has not come whole to nvme from rank 1, though it has brought everything" in str(ended[0])
+
+
+def test_a_rank_that_has_not_brought_everything_is_not_waited_for_once_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    durable = f"nvme://{tmp_path}?survives=rack"
+    stuck = Tier(durable, wrap=lambda driver: FaultyDriver(driver, FaultPlan.full(after_puts=1)))
+    hierarchies = [Hierarchy.of(memory(), durable), Hierarchy.of(memory(), stuck)]
+    ended = started(hierarchies, last=3, deadline_s=5.0, on_save_error="warn")
+    assert ended == {0: 3, 1: 3}
+    assert "stays in the first tier" in caplog.text
+    assert "though it has brought everything" not in caplog.text

@@ -76,3 +76,13 @@ def test_what_was_saved_under_another_layout_stands_for_other_parts() -> None:
     older = ShardKey.base(1, 9, 0)
     assert going([*COMMITTED, older, ShardKey.base(2, 9, 0)], lives(9)) == [older]
     assert going([*COMMITTED, older, ShardKey.base(2, 9, 0)], lives(9, layouts=["thirds"])) == []
+
+
+def test_constants_go_when_no_base_refers_to_them_any_more() -> None:
+    first, second, present = (ShardKey.base(each, 0, 0, (each, 0)) for each in (1, 2, 3))
+    constants = [ShardKey.constant(each, 0, 0) for each in (1, 2, 3)]
+    apart = Lineage.of([FIRST, *(Branch(number, 0, 0, 2, "a", layout="halves") for number in (2, 3))])
+    assert going([first, second, *constants[:2]], apart) == []
+    assert going([first, second, present, *constants], apart) == [first, second, *constants[:2]]
+    refers = ShardKey.base(3, 0, 0, (2, 0))
+    assert going([first, second, refers, *constants[:2]], apart) == [first, second, constants[0]]

@@ -185,12 +185,15 @@ class AgentSession:
     async def _keep(self) -> None:
         """Until cancelled: others find the lock, and while this rank recovers a dead agent is replaced, which finds so
         by the lock. Once it has registered, each look of the mover's keeps the agent alive."""
+        told = ""
         while True:
             await asyncio.sleep(KEEP_LOCK_S if self._registered else KEEP_S)
             try:
                 self._lock.keep()
             except (OSError, TierCheckError) as error:
-                log.warning("the lock of this rank's first tier was removed, and cannot be made again yet: %s", error)
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("other jobs may not see that this one uses its first tier: its lock: %s", error)
             if self._registered:
                 continue
             try:

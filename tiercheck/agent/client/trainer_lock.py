@@ -83,10 +83,14 @@ class TrainerLock:
                 return
             self._run.make()
             descriptor = lock_file(self._path)
-            if descriptor is not None:
-                self._give_back()
-                self._descriptor = descriptor
-                self._say()
+            if descriptor is None:
+                return
+            if not is_at(self._path, descriptor):  # somebody who looked has removed it just then
+                os.close(descriptor)
+                return
+            self._give_back()
+            self._descriptor = descriptor
+            self._say()
 
     def release(self) -> None:
         """Idempotent."""

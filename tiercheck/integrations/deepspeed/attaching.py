@@ -236,7 +236,7 @@ class _Hooks:
         self._step_hooks.check()
         if not self._visited:
             with self.provider.between_iterations():
-                self._iterations.over()
+                self._iterations.step_comes()
             self._record_skipped()
             self.provider.after_loss.raise_rate(self.provider.groups(), self.provider.version)
         self._visited |= self.provider.visited_in_hook(optimizer)

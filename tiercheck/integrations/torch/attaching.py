@@ -304,7 +304,7 @@ class _Hooks:
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         refuse_forgotten_scaler(self.provider.beside)
-        iterations.over()
+        iterations.step_comes()
         gradients = self.provider.gradients()
         if self._joint is not None:
             gradients = self._joint.of(optimizer, gradients)

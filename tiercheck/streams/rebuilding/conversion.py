@@ -29,6 +29,7 @@ from tiercheck.streams.rebuilding.carry_over import carried_over, given_by, opti
 from tiercheck.streams.rebuilding.stored import StoredReader, StoredState, check_replayable
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
+from tiercheck.streams.tensors.group_options import merged_options
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.storable import from_storable, to_storable
 
@@ -199,7 +200,8 @@ class TensorConversion:
     def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
         elsewhere = {int(group): options for each in reversed(told) for group, options in each["options"].items()}
         found = {**elsewhere, **self._options}
-        options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
+        live = self._provider.hyperparameters()
+        options = [merged_options(here, found.get(group, {})) for group, here in enumerate(live)]
         kinds = {int(group): kinds for each in told for group, kinds in each["states"].items()}
         self._state_of_nothing(kinds, stateless={name for each in told for name in each["stateless"]})
         for name in sorted(name for name, elements in self._stated.items() if elements < self._elements(name)):

@@ -29,7 +29,7 @@ from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.streams.tensors.as_bytes import is_given
 from tiercheck.streams.tensors.bare_step import bare_step
-from tiercheck.streams.tensors.group_options import set_options
+from tiercheck.streams.tensors.group_options import set_options, tensor_options
 from tiercheck.streams.tensors.joint import AnyOptimizer, JointOptimizer, kinds_in, qualified
 from tiercheck.streams.tensors.placing import copies
 from tiercheck.streams.tensors.provider import (
@@ -90,8 +90,11 @@ def check_replayable(identity: Identity) -> None:
 
 
 def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what torch refuses on the host: steps that a CUDA graph may capture."""
-    return {**options, "capturable": False} if options.get("capturable") else dict(options)
+    """Without what torch refuses on the host: steps that a CUDA graph may capture, and an ``lr`` that is a tensor for
+    others that take all tensors at once."""
+    if not options.get("capturable"):
+        return dict(options)
+    return {**options, "capturable": False, **({"foreach": False} if tensor_options(options) else {})}
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:

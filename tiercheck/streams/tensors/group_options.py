@@ -16,7 +16,7 @@ import torch
 
 from tiercheck.streams.tensors.storable import PLAIN, from_storable, to_plain, to_storable
 
-__all__ = ["GroupOptions", "plain_options", "set_options", "tensor_options"]
+__all__ = ["GroupOptions", "merged_options", "plain_options", "set_options", "tensor_options"]
 
 TENSORS = "tiercheck.tensors"
 """The options of the group that are tensors, or hold some, as they are."""
@@ -72,10 +72,10 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Put options back into a parameter group: tensors into those that the group holds, if they are of their form.
     Where the script has made a tensor of what was always a number, it stays one."""
-    tensors, numbers = options.get(TENSORS, {}), options.get(NUMBERS, ())
-    for name in options.get(REMOVED, ()):
+    tensors, numbers, removed = options.get(TENSORS, {}), options.get(NUMBERS, ()), options.get(REMOVED, ())
+    for name in removed:
         group.pop(name, None)
-    for name in options.keys() - TOLD_BESIDE:
+    for name in options.keys() - TOLD_BESIDE - {*removed}:
         current = group.get(name)
         if name in tensors:
             group[name] = tensor_as_kept(current, from_storable(tensors[name]))
@@ -85,13 +85,24 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[name] = options[name]
 
 
+def merged_options(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options here, with those that were saved in their place. Of an option that ``saved`` tells of, nothing
+    of what is here stays."""
+    told = {*saved, *saved.get(REMOVED, ()), *TOLD_BESIDE}
+    found = {**{name: value for name, value in here.items() if name not in told}, **saved}
+    own = {name: value for name, value in here.get(TENSORS, {}).items() if name not in told}
+    return {**found, TENSORS: {**own, **saved.get(TENSORS, {})}} if own else found
+
+
 def tensor_options(options: Mapping[str, Any]) -> list[str]:
     """The names of those that are tensors, or hold some."""
     return sorted(options.get(TENSORS, ()))
 
 
 def tensor_as_kept(current: Any, saved: Any) -> Any:
-    """The saved value, on the device of the one that is there, and in its memory if it fits there."""
+    """The saved value: on the device of the one that is there, and in its memory if it fits there; else on the host."""
+    if isinstance(saved, list | tuple) and isinstance(current, list | tuple) and len(saved) == len(current):
+        return type(saved)(map(tensor_as_kept, current, saved))
     if not (isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor)):
         return saved
     if (current.shape, current.dtype) != (saved.shape, saved.dtype):

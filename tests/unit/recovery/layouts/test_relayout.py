@@ -241,10 +241,11 @@ def test_pieces_come_from_whoever_has_them(job: Job) -> None:
 
 
 def test_a_job_goes_back_to_a_version_that_other_ranks_saved(job: Job) -> None:
-    """And what it leaves behind can be returned to, on the ranks that saved it and on others."""
-    saved = parts(job, 3, FAILED_AT, keep_last=10)
+    """And what it leaves behind can be returned to, on the ranks that saved it and on others. What is kept is what is
+    committed, which a job that is closed has waited for."""
+    saved = parts(job, 3, FAILED_AT, keep_last=10, closed=True)
     job.lose_memory()
-    later = parts(job, 2, 11, keep_last=10)
+    later = parts(job, 2, 11, keep_last=10, closed=True)
     job.lose_memory()
     for ranks in (2, 4):
         back = parts(job, ranks, 5, request=Request(version=5), keep_last=10)

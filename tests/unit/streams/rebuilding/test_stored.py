@@ -16,6 +16,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.rebuilding.stored import StoredState, optimizer_class
+from tiercheck.streams.tensors.group_options import plain_options
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.types import Fidelity
 
@@ -113,3 +114,11 @@ def test_steps_that_a_graph_could_capture_are_taken_on_the_host(state: StoredSta
     state.apply({"weight": torch.ones(3)}, [options])
     assert torch.allclose(state.masters()["weight"], torch.full((3,), 0.5), atol=0.01)
     assert state.hyperparameters() == [options], "as they were saved"
+
+
+def test_so_are_those_of_a_rate_that_is_a_tensor(state: StoredState) -> None:
+    """torch takes it on the host for one tensor at a time alone."""
+    options = plain_options({"params": [], "lr": torch.tensor(0.5), "capturable": True, "foreach": True})
+    state.load(masters={"weight": torch.ones(3)}, optimizer_state={}, extras={}, hyperparameters=[options])
+    state.apply({"weight": torch.ones(3)}, [options])
+    assert torch.allclose(state.masters()["weight"], torch.full((3,), 0.5), atol=0.01)

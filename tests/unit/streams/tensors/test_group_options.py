@@ -12,7 +12,13 @@ import torch
 from tests.training import memory
 from tests.unit.streams.tensors.lives import life
 from tiercheck.format import host_state
-from tiercheck.streams.tensors.group_options import GroupOptions, plain_options, set_options, tensor_options
+from tiercheck.streams.tensors.group_options import (
+    GroupOptions,
+    merged_options,
+    plain_options,
+    set_options,
+    tensor_options,
+)
 
 LAST = 9
 
@@ -70,6 +76,27 @@ def test_a_number_that_the_script_gives_as_a_tensor_now_fills_it() -> None:
     set_options(group, {"lr": 0.25})
     assert group["lr"] is lr
     assert (lr.item(), group["initial_lr"]) == (0.25, 0.1)
+
+
+def test_what_was_saved_takes_the_place_of_all_that_is_here() -> None:
+    """As on other ranks: a group's options are those of the script, and those that were saved in their place."""
+    script: dict[str, Any] = {"params": [], "lr": torch.tensor(0.1), "boost": 2.0, "more": torch.tensor(3.0)}
+    here = plain_options(script)
+    options = GroupOptions([script])
+    group = dict(script)
+    set_options(group, merged_options(here, {"lr": 0.05}))  # from before the script made a tensor of it
+    assert torch.equal(group["lr"], torch.tensor(0.05))
+    assert torch.equal(group["more"], torch.tensor(3.0))
+    trained = dict(script, lr=0.05)
+    del trained["boost"]
+    saved = options.plain([trained])[0]
+    group = dict(script, lr=torch.tensor(0.1))
+    set_options(group, merged_options(here, saved))
+    assert (group["lr"], type(group["lr"])) == (0.05, float)
+    assert "boost" not in group
+    set_options(group, merged_options(here, {}))
+    assert torch.equal(group["lr"], torch.tensor(0.1)), "as the script gave it"
+    assert group["boost"] == 2.0
 
 
 class Boosted(torch.optim.SGD):
