@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from tiercheck.recovery.restored import Restored
 from tiercheck.replication.objects.generation import (
     UNSEEN,
     Opening,
+    finds_probe,
     open_generation,
+    put_probe,
+    remove_probe,
     withdraw_captures,
     withdraw_records,
 )
@@ -78,7 +82,7 @@ async def open_on_all_ranks(
         except Exception:
             await take_back(ranks, tiers, branch)
             raise
-        if (apart := places_apart(openings)) is not None:
+        if (apart := await places_apart(ranks, tiers, branch, openings)) is not None:
             await take_back(ranks, tiers, branch)
             raise ConfigurationError(apart)
         if not any(opening.occupied for opening in openings):
@@ -93,19 +97,43 @@ async def open_on_all_ranks(
     )
 
 
-def places_apart(openings: Sequence[Opening]) -> str | None:
+async def places_apart(ranks: Ranks, tiers: OpenHierarchy, branch: Branch, openings: Sequence[Opening]) -> str | None:
     """Why a tier is not the place that all ranks share, in words. ``openings``: of all ranks. One of them at most puts
-    the record of a generation there; the others find it."""
-    first: dict[str, tuple[int, str]] = {}
+    the record of a generation there, and the others find it. If several seem to have put it, the first of them puts
+    something else, for which the others look."""
+    creators: dict[str, list[int]] = defaultdict(list)
     for rank, opening in enumerate(openings):
-        for tier, url in opening.created.items():
-            other, others = first.setdefault(tier, (rank, url))
-            if other != rank:
-                return (
-                    f"the tier {tier} is {others} for rank {other} and {url} for rank {rank}, and these are two "
-                    "places: neither finds what the other has put there. Point all ranks at one place that they share, "
-                    "or say with survives=process that the tier is one of each node"
-                )
+        for name in opening.created:
+            creators[name].append(rank)
+    doubtful = {name: each for name, each in creators.items() if len(each) > 1}
+    if not doubtful:
+        return None
+    first = [tier for tier in tiers.tiers if doubtful.get(tier.name, [-1])[0] == ranks.rank]
+    others = [tier for tier in tiers.tiers if ranks.rank in doubtful.get(tier.name, ())[1:]]
+    doing = "trying whether all ranks share a tier"
+
+    async def put() -> None:
+        for tier in first:
+            await ranks.call(put_probe(tier, branch), doing)
+
+    async def missing() -> list[str]:
+        return [tier.name for tier in others if not await ranks.call(finds_probe(tier, branch), doing)]
+
+    async def remove() -> None:
+        for tier in first:
+            await ranks.call(remove_probe(tier, branch), doing)
+
+    await ranks.gather(doing, put)
+    told = await ranks.gather(doing, missing)
+    await ranks.gather(doing, remove)
+    found = ((rank, name) for rank, names in enumerate(told) for name in names)
+    for rank, name in found:
+        other = doubtful[name][0]
+        return (
+            f"the tier {name} is {openings[other].created[name]} for rank {other} and {openings[rank].created[name]} "
+            f"for rank {rank}, and these are two places: neither finds what the other has put there. Point all ranks "
+            "at one place that they share, or say with survives=process that the tier is one of each node"
+        )
     return None
 
 

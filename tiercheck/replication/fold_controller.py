@@ -148,9 +148,16 @@ class FoldController:
     async def prepare(self, seen: Observation) -> None:
         """Make ready what folds, ahead of the first fold, when the generation has a base. That is not waited for if the
         mover ends."""
-        if (key := self.base(seen)) is not None:
+        tried: set[ShardKey] = set()
+        while (key := self.base(seen)) is not None and key not in tried:
+            tried.add(key)
             try:
-                self._note(await self._folds.prepare(key))
+                outcome = await self._folds.prepare(key)
+                self._note(outcome)
+                if not isinstance(outcome, Gone):
+                    break
+                await self._observer.refresh(self._tier)  # a newer base was captured meanwhile
+                seen = self._observer.seen()
             except TierError as error:  # the first fold does it, or finds what is the matter
                 log.info("folding is not prepared ahead of the first fold: %s", error)
             except Exception as error:

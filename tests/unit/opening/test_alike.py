@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import ranks
 from tests.unit.replication.objects.test_generation import Unconditional
-from tiercheck.errors import ConfigurationError, SaveError
+from tiercheck.errors import ConfigurationError, NotFound, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.opening.alike import SETTINGS, refuse_different
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.wrappers.retrying import RetryingDriver
+from tiercheck.types import ObjectInfo, Payload, PutMode
 
 
 def started(hierarchies: list[Hierarchy], *, last: int = 0, **options: Any) -> dict[int, Any]:
@@ -67,6 +71,38 @@ def test_a_shared_tier_that_is_two_places_is_refused_and_nothing_is_left(tmp_pat
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and "lineage" in str(path)]
     one = f"nvme://{tmp_path}/0?survives=rack"
     assert started([Hierarchy.of(memory(), one) for _ in range(2)], last=3) == {0: 3, 1: 3}
+
+
+class ComesSecond(FaultyDriver):
+    """Its first try to put the generation's record fails, when another rank's is there."""
+
+    tries = 0
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if "lineage" in key:
+            self.tries += 1
+        if "lineage" in key and self.tries == 1:
+            async with asyncio.timeout(30):
+                while True:
+                    with suppress(NotFound):
+                        await self.inner.stat(key)
+                        raise Transient("the answer is lost")
+                    await asyncio.sleep(0.01)
+        return await super().put(key, payload, mode=mode)
+
+
+def test_ranks_that_share_a_store_which_fails_once_are_not_taken_apart(tmp_path: Path) -> None:
+    """After a try that failed, a rank takes the record that another one has put for its own: they are the same."""
+    url, second = f"nvme://{tmp_path}?survives=rack", list[ComesSecond]()
+
+    def fails_once(driver: TierDriver) -> TierDriver:
+        second.append(ComesSecond(driver))
+        return RetryingDriver(second[-1])
+
+    hierarchies = [Hierarchy.of(memory(), url), Hierarchy.of(memory(), Tier(url, wrap=fails_once))]
+    assert started(hierarchies, last=3) == {0: 3, 1: 3}
+    assert [each.tries for each in second] == [1], "the retry finds a record like its own"
+    assert [path.name for path in tmp_path.rglob("lineage/*")] == ["g000001"], "nothing else is left"
 
 
 def test_a_job_does_not_end_well_if_nothing_was_ever_committed(tmp_path: Path) -> None:

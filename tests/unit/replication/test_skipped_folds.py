@@ -20,7 +20,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.replication.fold_executor import Damaged, Gone, Made, Outcome, Ready, Superfluous, Wanted
+from tiercheck.replication.fold_executor import Damaged, Gone, Made, Outcome, Ready, Refused, Superfluous, Wanted
 from tiercheck.replication.mover import Mover
 from tiercheck.types import PutMode
 
@@ -42,13 +42,17 @@ class Folding:
     """Versions whose base is captured a little before the folded one is published."""
     fails: Exception | None = None
     """What preparing raises."""
+    prepared_slowly: Callable[[], Awaitable[Outcome]] | None = None
+    """What preparing waits for, and finds."""
+    prepared_with: list[ShardKey] = field(default_factory=list)
     asked: list[Fold] = field(default_factory=list)
     where = "a test"
 
     async def prepare(self, base: ShardKey) -> Outcome:
+        self.prepared_with.append(base)
         if self.fails is not None:
             raise self.fails
-        return Ready()
+        return Ready() if self.prepared_slowly is None else await self.prepared_slowly()
 
     async def fold(self, fold: Fold, wanted: Wanted) -> Outcome:
         self.asked.append(fold)
@@ -187,3 +191,23 @@ def test_what_cannot_be_prepared_for_lack_of_a_thread_does_not_end_the_mover(cap
 
     lived(story)
     assert [each.levelname for each in caplog.records if "not prepared ahead" in each.getMessage()] == ["ERROR"]
+
+
+def test_a_base_that_goes_while_folding_is_prepared_leaves_nobody_without_an_answer() -> None:
+    """A newer one was captured meanwhile. That is asked for, so that the job hears why nothing is folded."""
+
+    async def story(tiers: OpenHierarchy, mover: Mover, folding: Folding) -> None:
+        async def superseded() -> Outcome:
+            if len(folding.prepared_with) > 1:
+                return Refused("no kernel", until_captured=False)
+            await put(tiers, base(4))
+            await tiers.first.driver.delete([str(base(0))])
+            return Gone(str(base(0)))
+
+        folding.prepared_slowly = superseded
+        await train(tiers, mover, 1, 3)
+        await asyncio.sleep(20)
+        assert folding.prepared_with == [base(0), base(4)]
+        assert mover.status.not_folded == "no kernel"
+
+    lived(story)

@@ -43,8 +43,11 @@ __all__ = [
     "EMPTIED",
     "UNSEEN",
     "Opening",
+    "finds_probe",
     "open_generation",
+    "put_probe",
     "record_generation",
+    "remove_probe",
     "withdraw_captures",
     "withdraw_records",
 ]
@@ -65,7 +68,8 @@ class Opening:
     occupied: bool = False
     """Something that is no record lies under this number: another one is to be tried."""
     created: Mapping[str, str] = field(default_factory=dict)
-    """The shared tiers in which no other rank had put the record before, and their URLs."""
+    """The shared tiers in which this rank seems to have put the record, and no other one before, and their URLs. After
+    a try that failed its own record and another rank's look alike."""
 
 
 async def open_generation(
@@ -208,6 +212,26 @@ async def _record_until(tier: OpenTier, record: LineageRecord, until: float | No
     if error is not None:
         raise error
     return created
+
+
+async def put_probe(tier: OpenTier, branch: Branch) -> None:
+    """Put an object that no other rank of the generation puts, for others to find. Errors: ``TierError``."""
+    key = ClaimKey(branch.generation, branch.token)
+    await tier.driver.put(str(key), [seal(key, branch)])
+
+
+async def finds_probe(tier: OpenTier, branch: Branch) -> bool:
+    """Errors: ``TierError``."""
+    try:
+        await tier.driver.stat(str(ClaimKey(branch.generation, branch.token)))
+    except NotFound:
+        return False
+    return True
+
+
+async def remove_probe(tier: OpenTier, branch: Branch) -> None:
+    """Idempotent. Errors: ``TierError``."""
+    await tier.driver.delete([str(ClaimKey(branch.generation, branch.token))])
 
 
 async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int) -> None:

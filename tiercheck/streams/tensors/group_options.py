@@ -75,14 +75,16 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     tensors, numbers, removed = options.get(TENSORS, {}), options.get(NUMBERS, ()), options.get(REMOVED, ())
     for name in removed:
         group.pop(name, None)
-    for name in options.keys() - TOLD_BESIDE - {*removed}:
+    for name, value in options.items():
+        if name in TOLD_BESIDE or name in removed:
+            continue
         current = group.get(name)
         if name in tensors:
             group[name] = tensor_as_kept(current, from_storable(tensors[name]))
         elif isinstance(current, torch.Tensor) and name not in numbers:
-            group[name] = filled(current, options[name])
+            group[name] = filled(current, value)
         else:
-            group[name] = options[name]
+            group[name] = value
 
 
 def merged_options(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

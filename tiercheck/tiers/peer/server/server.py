@@ -7,6 +7,7 @@ event loop; the namespaces' drivers run in the loop that started the server.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -184,7 +185,11 @@ class _Running:
             self._router.bind(bind)
         except zmq.ZMQError as error:
             self._close_sockets()
-            raise ConfigurationError(f"the peer server cannot bind {bind}: {error.strerror}") from error
+            fix = ""
+            if error.errno == errno.EADDRINUSE:
+                port = bind.rpartition(":")[2]
+                fix = f"; give another port, or 0 for any free one ('ss -ltnp sport = :{port}' names who has it)"
+            raise ConfigurationError(f"the peer server cannot bind {bind}: {error.strerror}{fix}") from error
         self.endpoint = endpoint_of(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         socket_bytes_max = LOOPBACK_SOCKET_BYTES_MAX if keys is None else SOCKET_BYTES_MAX
         # One more is half read.
