@@ -172,8 +172,9 @@ class _Needed:
             committed = {(each.generation, each.version) for each in contents.commits}
             held = {each for each in held & committed if seen.lineage.admits(*each)}
         floor = max(held, default=None)
-        attempts = frozenset(left_by_attempts(seen, contents) if role.shared else ())
-        return cls(seen, role, floor, floor is not None and floor[0] == seen.generation, attempts)
+        whole = floor is not None and floor[0] == seen.generation
+        attempts = frozenset(left_by_attempts(seen, contents) if role.shared and not whole else ())
+        return cls(seen, role, floor, whole, attempts)
 
     def why(self, key: Key) -> str | None:
         """Why the object may not be deleted; ``None``: it may."""

@@ -162,13 +162,20 @@ class Placement:
     def leads_nowhere(self, seen: Observation, key: ShardKey, target: Role) -> bool:
         """Whether the differential is none that the tier needs, now or later, though it was asked for there. A tier
         that has no base of the generation may be one that was never seen: of that nobody knows."""
+        return bool(self.leading_nowhere(seen, [key], target))
+
+    def leading_nowhere(self, seen: Observation, keys: Sequence[ShardKey], target: Role) -> list[ShardKey]:
+        """Those of the differentials of which :meth:`leads_nowhere` says so."""
         there = own_bases(seen, seen.contents[target.index])
-        if not there:
-            return False
-        anchor = _led_from(seen, key, self._anchors(seen, target))
-        if anchor is None:
-            return True
-        return key.last <= there[-1].first and self._is_far(seen, key, anchor, target)
+        if not there or not keys:
+            return []
+        bases, newest = self._anchors(seen, target), there[-1].first
+
+        def leads(key: ShardKey) -> bool:
+            anchor = _led_from(seen, key, bases)
+            return anchor is not None and not (key.last <= newest and self._is_far(seen, key, anchor, target))
+
+        return [key for key in keys if not leads(key)]
 
     def held_back(self, seen: Observation, target: Role) -> int | None:
         """The first version that a tier which is short of room gets only when it has a newer base; ``None``: none."""

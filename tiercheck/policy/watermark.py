@@ -308,8 +308,8 @@ class Retention:
         next one (:meth:`Placement.leads_nowhere`)."""
         if role.index == 0 or role.index not in seen.short_of_room:
             return []
-        own = own_differentials(seen, seen.contents[role.index])
-        return [key for key in own if key.last <= newest.version and self.placement.leads_nowhere(seen, key, role)]
+        own = [key for key in own_differentials(seen, seen.contents[role.index]) if key.last <= newest.version]
+        return self.placement.leading_nowhere(seen, own, role)
 
     def _reports_done(self, seen: Observation) -> list[Key]:
         """Reports in the first tier that every shared tier has, or is not to have."""

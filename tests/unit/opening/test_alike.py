@@ -107,7 +107,7 @@ def test_ranks_that_share_a_store_which_fails_once_are_not_taken_apart(tmp_path:
 
 def test_a_job_does_not_end_well_if_nothing_was_ever_committed(tmp_path: Path) -> None:
     """A store without conditional puts tells nobody that a record is there already."""
-    ended = started(apart(tmp_path, Unconditional), last=3, deadline_s=5.0)
+    ended = started(apart(tmp_path, Unconditional), last=3, deadline_s=2.0)
     assert isinstance(ended[0], SaveError)
     assert "base 0 has not come whole to nvme from rank 1, though it has brought everything" in str(ended[0])
 
@@ -118,7 +118,7 @@ def test_a_rank_that_has_not_brought_everything_is_not_waited_for_once_more(
     durable = f"nvme://{tmp_path}?survives=rack"
     stuck = Tier(durable, wrap=lambda driver: FaultyDriver(driver, FaultPlan.full(after_puts=1)))
     hierarchies = [Hierarchy.of(memory(), durable), Hierarchy.of(memory(), stuck)]
-    ended = started(hierarchies, last=3, deadline_s=5.0, on_save_error="warn")
+    ended = started(hierarchies, last=3, deadline_s=2.0, on_save_error="warn")
     assert ended == {0: 3, 1: 3}
     assert "stays in the first tier" in caplog.text
     assert "though it has brought everything" not in caplog.text
