@@ -77,12 +77,13 @@ async def open_on_all_ranks(
 
         try:
             openings = [schema.read(Opening, each) for each in await ranks.gather("opening the generation", open_it)]
+            apart = await places_apart(ranks, tiers, branch, openings)
         except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
             raise
         except Exception:
             await take_back(ranks, tiers, branch)
             raise
-        if (apart := await places_apart(ranks, tiers, branch, openings)) is not None:
+        if apart is not None:
             await take_back(ranks, tiers, branch)
             raise ConfigurationError(apart)
         if not any(opening.occupied for opening in openings):
@@ -126,15 +127,16 @@ async def places_apart(ranks: Ranks, tiers: OpenHierarchy, branch: Branch, openi
     await ranks.gather(doing, put)
     told = await ranks.gather(doing, missing)
     await ranks.gather(doing, remove)
-    found = ((rank, name) for rank, names in enumerate(told) for name in names)
-    for rank, name in found:
-        other = doubtful[name][0]
-        return (
-            f"the tier {name} is {openings[other].created[name]} for rank {other} and {openings[rank].created[name]} "
-            f"for rank {rank}, and these are two places: neither finds what the other has put there. Point all ranks "
-            "at one place that they share, or say with survives=process that the tier is one of each node"
-        )
-    return None
+    found = next(((rank, name) for rank, names in enumerate(told) for name in names), None)
+    if found is None:
+        return None
+    rank, name = found
+    other = doubtful[name][0]
+    return (
+        f"the tier {name} is {openings[other].created[name]} for rank {other} and {openings[rank].created[name]} for "
+        f"rank {rank}, and these are two places: neither finds what the other has put there. Point all ranks at one "
+        "place that they share, or say with survives=process that the tier is one of each node"
+    )
 
 
 async def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
