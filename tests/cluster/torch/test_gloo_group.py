@@ -81,38 +81,8 @@ os._exit(0)
 """
 
 
-FIRST_IS_LATE = """
-import os, sys, time
-import torch.distributed as dist
-from tiercheck.errors import RanksLate
-from tiercheck.runtime.group import TorchGroup
-
-children = []
-for rank in range(3):
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
-group = TorchGroup(deadline_s=60)
-store = dist.distributed_c10d._get_default_store()
-if rank:
-    began = time.monotonic()
-    try:
-        group.all_gather(b"", what="second", deadline_s=1)
-    except RanksLate as error:
-        text = f"{error.late}|{error}|{time.monotonic() - began}"
-        open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(text)
-else:
-    store.wait(["done1", "done2"])
-store.set(f"done{rank}", "1")
-os._exit(0)
-"""
-
-
-NOT_MET = """
-import os, socket, sys
+THREE_RANKS = """
+import os, socket, sys, time
 import torch.distributed as dist
 from tiercheck.errors import GroupError, RanksLate
 from tiercheck.runtime.group import TorchGroup
@@ -128,6 +98,31 @@ else:
     sys.exit(max(os.waitpid(child, 0)[1] for child in children))
 dist.init_process_group("gloo", init_method=sys.argv[2].format(port=port), rank=rank, world_size=3)
 store = dist.distributed_c10d._get_default_store()
+"""
+
+
+FIRST_IS_LATE = (
+    THREE_RANKS
+    + """
+group = TorchGroup(deadline_s=60)
+if rank:
+    began = time.monotonic()
+    try:
+        group.all_gather(b"", what="second", deadline_s=1)
+    except RanksLate as error:
+        text = f"{error.late}|{error}|{time.monotonic() - began}"
+        open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(text)
+else:
+    store.wait(["done1", "done2"])
+store.set(f"done{rank}", "1")
+os._exit(0)
+"""
+)
+
+
+NOT_MET = (
+    THREE_RANKS
+    + """
 if rank == 1:
     store.wait(["done0", "done2"])
 else:
@@ -138,6 +133,7 @@ else:
 store.set(f"done{rank}", "1")
 os._exit(0)
 """
+)
 
 
 def run(worker: str, tmp_path: Path, *arguments: str) -> None:
@@ -166,7 +162,7 @@ def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
 
 
 def test_the_other_ranks_wait_no_longer_for_the_first_than_they_are_told(tmp_path: Path) -> None:
-    run(FIRST_IS_LATE, tmp_path)
+    run(FIRST_IS_LATE, tmp_path, f"file://{tmp_path}/store")
     for rank in (1, 2):
         late, message, waited_s = (tmp_path / f"r{rank}").read_text().split("|")
         assert (late, float(waited_s) < 30) == ("(0,)", True)
