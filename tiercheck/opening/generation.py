@@ -77,15 +77,12 @@ async def open_on_all_ranks(
 
         try:
             openings = [schema.read(Opening, each) for each in await ranks.gather("opening the generation", open_it)]
-            apart = await places_apart(ranks, tiers, branch, openings)
+            await refuse_places_apart(ranks, tiers, branch, openings)
         except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
             raise
         except Exception:
             await take_back(ranks, tiers, branch)
             raise
-        if apart is not None:
-            await take_back(ranks, tiers, branch)
-            raise ConfigurationError(apart)
         if not any(opening.occupied for opening in openings):
             for tier, error in openings[ranks.rank].later.items():
                 log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
@@ -98,17 +95,20 @@ async def open_on_all_ranks(
     )
 
 
-async def places_apart(ranks: Ranks, tiers: OpenHierarchy, branch: Branch, openings: Sequence[Opening]) -> str | None:
-    """Why a tier is not the place that all ranks share, in words. ``openings``: of all ranks. One of them at most puts
-    the record of a generation there, and the others find it. If several seem to have put it, the first of them puts
-    something else, for which the others look."""
+async def refuse_places_apart(ranks: Ranks, tiers: OpenHierarchy, branch: Branch, openings: Sequence[Opening]) -> None:
+    """``openings``: of all ranks. One of them at most puts the record of a generation into a tier that they share, and
+    the others find it. If several seem to have put it, the first of them puts something else, for which the others
+    look.
+
+    Errors, on all ranks: ``ConfigurationError`` if a tier is not the place that all share; ``TierError``.
+    """
     creators: dict[str, list[int]] = defaultdict(list)
     for rank, opening in enumerate(openings):
         for name in opening.created:
             creators[name].append(rank)
     doubtful = {name: each for name, each in creators.items() if len(each) > 1}
     if not doubtful:
-        return None
+        return
     first = [tier for tier in tiers.tiers if doubtful.get(tier.name, [-1])[0] == ranks.rank]
     others = [tier for tier in tiers.tiers if ranks.rank in doubtful.get(tier.name, ())[1:]]
     doing = "trying whether all ranks share a tier"
@@ -129,10 +129,10 @@ async def places_apart(ranks: Ranks, tiers: OpenHierarchy, branch: Branch, openi
     await ranks.gather(doing, remove)
     found = next(((rank, name) for rank, names in enumerate(told) for name in names), None)
     if found is None:
-        return None
+        return
     rank, name = found
     other = doubtful[name][0]
-    return (
+    raise ConfigurationError(
         f"the tier {name} is {openings[other].created[name]} for rank {other} and {openings[rank].created[name]} for "
         f"rank {rank}, and these are two places: neither finds what the other has put there. Point all ranks at one "
         "place that they share, or say with survives=process that the tier is one of each node"

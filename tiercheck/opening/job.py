@@ -203,7 +203,6 @@ class OpenedJob:
         """
 
         async def finish() -> bool:
-            drained = False
             try:
                 while first:
                     first.pop(0)()

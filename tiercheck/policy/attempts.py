@@ -28,7 +28,7 @@ def left_by_attempts(seen: Observation, contents: Contents) -> list[Key]:
         if base.generation < seen.generation
         and base.generation not in seen.lineage.kept
         and CommitKey.of(base) not in contents
-        and (not seen.lineage.admits(base.generation, base.first) or _is_as(seen, base, present))
+        and (not seen.lineage.admits(base.generation, base.first) or _is_same_state(seen, base, present))
     }
     staying = [
         base for held in seen.contents for base in held.bases(seen.rank) if held is not contents or base not in left
@@ -44,6 +44,6 @@ def left_by_attempts(seen: Observation, contents: Contents) -> list[Key]:
     return [*(key for key in contents.markers(seen.rank) if key.shard in left), *sorted(left), *constants]
 
 
-def _is_as(seen: Observation, base: ShardKey, versions: set[int]) -> bool:
-    """Whether one of these versions is the base's, and this rank's part of it, too: not if the layout has changed."""
+def _is_same_state(seen: Observation, base: ShardKey, versions: set[int]) -> bool:
+    """Whether this rank's base of one of these versions holds the same: not if the layout has changed since."""
     return base.first in versions and seen.lineage.readable.admits(base.generation, base.first)

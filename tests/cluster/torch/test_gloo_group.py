@@ -12,12 +12,14 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-WORKER = """
-import os, sys
+THREE_RANKS = """
+import os, socket, sys, time
 import torch.distributed as dist
-from tiercheck.errors import PeerLost, RanksLate
+from tiercheck.errors import GroupError, PeerLost, RanksLate
 from tiercheck.runtime.group import TorchGroup
 
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
 children = []
 for rank in range(3):  # forked, so that torch is imported once
     children.append(os.fork())
@@ -25,7 +27,14 @@ for rank in range(3):  # forked, so that torch is imported once
         break
 else:
     sys.exit(max(os.waitpid(child, 0)[1] for child in children))
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
+dist.init_process_group("gloo", init_method=sys.argv[2].format(port=port), rank=rank, world_size=3)
+store = dist.distributed_c10d._get_default_store()
+"""
+
+
+WORKER = (
+    THREE_RANKS
+    + """
 group = TorchGroup(deadline_s=60)
 rank = group.rank
 messages = [bytes([each]) * each for each in range(3)]
@@ -49,10 +58,11 @@ except (RanksLate, PeerLost) as error:
 else:
     open(os.path.join(sys.argv[1], f"r{rank}"), "w").write("none")
 # Rank 1 stays until the others have given up on it: nothing here breaks its connections.
-dist.get_rank() == 1 and dist.distributed_c10d._get_default_store().wait(["done0", "done2"])
-dist.distributed_c10d._get_default_store().set(f"done{rank}", "1")
+dist.get_rank() == 1 and store.wait(["done0", "done2"])
+store.set(f"done{rank}", "1")
 os._exit(0)
 """
+)
 
 
 KILLED = """
@@ -78,26 +88,6 @@ try:
 except PeerLost as error:
     open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(str(error))
 os._exit(0)
-"""
-
-
-THREE_RANKS = """
-import os, socket, sys, time
-import torch.distributed as dist
-from tiercheck.errors import GroupError, RanksLate
-from tiercheck.runtime.group import TorchGroup
-
-with socket.create_server(("127.0.0.1", 0)) as server:
-    port = server.getsockname()[1]
-children = []
-for rank in range(3):
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
-dist.init_process_group("gloo", init_method=sys.argv[2].format(port=port), rank=rank, world_size=3)
-store = dist.distributed_c10d._get_default_store()
 """
 
 
@@ -152,7 +142,7 @@ def test_a_rank_that_was_killed_is_lost_and_not_late(tmp_path: Path) -> None:
 
 
 def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
-    run(WORKER, tmp_path)
+    run(WORKER, tmp_path, f"file://{tmp_path}/store")
     kind, late, message = (tmp_path / "r0").read_text().split("|")
     assert (kind, late) == ("RanksLate", "(1,)")
     assert message == "second: rank 0 waited 1 s for rank 1"

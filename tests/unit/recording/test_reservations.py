@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.training import FULL, Training, memory, recovered
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, FileSystemFull, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
@@ -332,13 +333,19 @@ def test_a_base_whose_memory_others_keep_is_a_failed_save(
     assert recovered(url) == (checkpointer.version, training.states[checkpointer.version])
 
 
-def test_a_job_that_is_broken_off_waits_for_no_memory_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def waiting_for_memory(monkeypatch: pytest.MonkeyPatch, *, deadline_s: float) -> tuple[Checkpointer, Occupied]:
+    """A job whose second base waits for memory that others hold, and go on to hold."""
     occupied = Occupied(monkeypatch, "base/000000000002", 10**6)
     training = Training()
-    config: dict[str, Any] = {"base_every": 2, "bases": "capture", "on_save_error": "fail", "deadline_s": 120.0}
+    config: dict[str, Any] = {"base_every": 2, "bases": "capture", "on_save_error": "fail", "deadline_s": deadline_s}
     checkpointer = training.attach(Hierarchy.of(memory()), **config)
     for version in (1, 2):
         training.step(version)
+    return checkpointer, occupied
+
+
+def test_a_job_that_is_broken_off_waits_for_no_memory_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer, occupied = waiting_for_memory(monkeypatch, deadline_s=120.0)
     checkpointer.abort()
     newest = checkpointer._job.recorder._bases._copier._newest
     assert newest is not None
@@ -348,12 +355,7 @@ def test_a_job_that_is_broken_off_waits_for_no_memory_that_others_hold(monkeypat
 
 def test_a_base_that_nobody_waits_for_any_more_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt came while it was waited for, and training may change the state."""
-    occupied = Occupied(monkeypatch, "base/000000000002", 10**6)
-    training = Training()
-    config: dict[str, Any] = {"base_every": 2, "bases": "capture", "on_save_error": "fail", "deadline_s": 600.0}
-    checkpointer = training.attach(Hierarchy.of(memory()), **config)
-    for version in (1, 2):
-        training.step(version)
+    checkpointer, occupied = waiting_for_memory(monkeypatch, deadline_s=600.0)
     copier = checkpointer._job.recorder._bases._copier
     newest = copier._newest
     assert newest is not None

@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 DIGITS = 8
+"""Of a digest: enough to tell a model's layers apart."""
 
 StageTold = tuple[int, int, str, list[str]]
 """Which stage a rank is, of how many, the first of its layers that is not tied, and a digest of each layer's shapes."""
