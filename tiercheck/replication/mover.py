@@ -185,12 +185,16 @@ class Mover:
 
         Errors: ``JobConflict`` once a newer generation has opened; nothing is written or deleted after that.
         """
+        return await self._cycle(self._lanes, closing=closing)
+
+    async def _cycle(self, lanes_by_tier: Sequence[Sequence[Lane]], *, closing: bool) -> bool:
+        """As :meth:`cycle`, in these lanes."""
         asked_at = asyncio.get_running_loop().time()
         tiers = self._hierarchy.tiers
         async with self._pacer.hurrying():
             while True:
                 listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
-                serving = (self._serve(*lanes, closing=closing, since=asked_at) for lanes in self._lanes)
+                serving = (self._serve(*lanes, closing=closing, since=asked_at) for lanes in lanes_by_tier)
                 outcomes = await asyncio.gather(*serving, return_exceptions=True)
                 served: list[_Outcome] = []
                 for outcome in outcomes:
@@ -408,12 +412,18 @@ class Mover:
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
 
-        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base` and of
+        ``closing`` sends an incomplete batch as it is. A base that is folded for the first tier alone is not waited
+        for: it makes a recovery shorter, and adds no version. Errors: as :meth:`room_for_base` and of
         :func:`check_all_arrived`.
         """
+        first, *others = self._lanes
+
+        def folds_are_due() -> bool:
+            return self._folding is not None and bool(self._folding.waiting(self._seen()))
 
         async def done() -> bool:
-            return await self.cycle(closing=closing)
+            lanes = [lane for lane in first if folds_are_due() or FOLDING not in lane.kinds]
+            return await self._cycle([lanes, *others], closing=closing) and not folds_are_due()
 
         await self._until(
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -307,6 +307,28 @@ def test_with_auto_a_fold_that_hangs_costs_captured_bases_also_if_memory_is_shor
     go_on.set()
     checkpointer.close()
     assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_neither_a_flush_nor_the_end_waits_for_a_base_of_the_first_tier_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, never = threading.Event(), threading.Event()
+
+    def endless(*_: Any, check: Callable[[], None], **__: Any) -> Any:
+        begun.set()
+        while not never.wait(0.01):
+            check()  # it is broken off at the end
+
+    monkeypatch.setattr(folding, "fold", endless)
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path), base_every=50)
+    for version in range(1, 13):
+        training.step(version)
+    assert begun.wait(60)
+    checkpointer.flush()
+    assert checkpointer.stats.mover.folded_bases == 0
+    checkpointer.close()
+    assert resumed(tmp_path) == (12, training.states[12])
 
 
 @pytest.mark.parametrize(
