@@ -12,6 +12,7 @@ signal or at the deadline, what each thread was doing. :func:`tail` is what a fa
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -169,14 +170,24 @@ def join(backend: str = "gloo", **options: Any) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
 
 
-def serve(listener: socket.socket) -> None:
-    """Forks what is asked for on each connection, until the standard input ends."""
-    for module in sys.argv[2:]:
+def preload(modules: Iterable[str]) -> None:
+    """What each process would do anew."""
+    with contextlib.suppress(ImportError):
+        # DeepSpeed's Adam on the host asks for the processor's vendor each time, and an interpreter is started for it.
+        cpuinfo = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
+    for module in modules:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(module)
     with contextlib.suppress(ImportError):
         # Numba learns its types at the first function that it compiles or loads: half a second of each process.
         importlib.import_module("numba").njit(lambda number: number)(1)
+
+
+def serve(listener: socket.socket) -> None:
+    """Forks what is asked for on each connection, until the standard input ends."""
+    preload(sys.argv[2:])
     gc.collect()
     gc.freeze()
     while listener in select.select([listener, sys.stdin], [], [])[0]:

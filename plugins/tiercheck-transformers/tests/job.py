@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -24,7 +25,13 @@ from tiercheck import CheckpointConfig, Hierarchy
 from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
 
 prepare_cpu()
-import deepspeed  # noqa: E402, F401  # once, for all the processes that are forked
+# Once, for all the processes that are forked: engines import the optimizer when they are built, and it the compiler.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
+import numba  # noqa: E402
+
+numba.njit(lambda number: number)(1)  # it learns its types at the first function
+gc.collect()
+gc.freeze()  # DeepSpeed's engines look for garbage again and again, and none of what was imported is any
 
 KILLED = -signal.SIGKILL
 DEADLINE_S = 120.0
