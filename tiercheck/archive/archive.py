@@ -7,9 +7,10 @@ is told as gone. Several tiers are one view.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from tiercheck.archive.change.copying import Copied, copy
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
-from tiercheck.errors import Closed, ConfigurationError, TierCheckError
+from tiercheck.errors import Closed, ConfigurationError, RecoveryError, TierCheckError, TierError
 from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
@@ -37,11 +38,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Archive", "open"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
 """A tier that says nothing for so long is done without."""
 FOREVER_S = 10.0**9
+LOOKS_MAX = 5
+"""A version that a job deletes while it is read is looked for again, so many times in a row."""
 
 
 def open(url: str, *more_urls: str, deadline_s: float = DEADLINE_S) -> Archive:  # noqa: A001  tiercheck.open(url)
@@ -65,7 +70,9 @@ def needing_torch() -> Iterator[None]:
 
 
 class Archive:
-    """See :func:`open`. It shows the tiers as they were when it was opened, or last looked at again (:meth:`look`)."""
+    """See :func:`open`. It shows the tiers as they were when it was opened, or last looked at again (:meth:`look`): it
+    does so by itself if a job has deleted what a version was to be read from. Of that version, or, unless one was asked
+    for, of the newest one, it reads what there is then."""
 
     def __init__(self, *urls: str, deadline_s: float = DEADLINE_S) -> None:
         self._urls = urls
@@ -171,8 +178,10 @@ class Archive:
         with needing_torch():
             from tiercheck.archive.contents import read_contents
 
-        chosen = self.inventory.at(version, generation=generation)
-        return self._call(read_contents(self._hierarchy, self.inventory, chosen, rank))
+        def read(chosen: Recoverable) -> Contents:
+            return self._call(read_contents(self._hierarchy, self.inventory, chosen, rank))
+
+        return self._reading(read, version, generation)
 
     def verify(self, progress: Progress = lambda done, total: None) -> Verified:
         """Read every byte of every object in all tiers, and say what would be lost without those that are damaged.
@@ -189,7 +198,7 @@ class Archive:
         Errors: ``RecoveryError``; ``ConfigurationError`` if steps must be replayed of an optimizer that is neither
         torch's nor registered; ``TierError``.
         """
-        return run(self._stored(version, generation).rebuild(rank, threads))
+        return self._reading(lambda chosen: run(self._stored(chosen).rebuild(rank, threads)), version, generation)
 
     def export(
         self,
@@ -220,10 +229,13 @@ class Archive:
         except ValueError:
             known = ", ".join(Format)
             raise ConfigurationError(f"there is no export format {format!r}: choose one of {known}") from None
-        source = self._stored(version, generation)
-        return run(
-            export(source, Path(to).absolute(), chosen_format, dtype=dtype, overwrite=overwrite, progress=progress)
-        )
+        target = Path(to).absolute()
+
+        def read(chosen: Recoverable) -> Exported:
+            source = self._stored(chosen)
+            return run(export(source, target, chosen_format, dtype=dtype, overwrite=overwrite, progress=progress))
+
+        return self._reading(read, version, generation)
 
     def diff(
         self,
@@ -245,8 +257,15 @@ class Archive:
         with needing_torch():
             from tiercheck.archive.compare.versions import compare
 
-        sources = self._stored(before, generation), (other or self)._stored(after, other_generation)
-        return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
+        second = other or self
+
+        def read(one: Recoverable, two: Recoverable) -> Compared:
+            sources = self._stored(one), second._stored(two)
+            return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
+
+        return self._reading(
+            lambda one: second._reading(partial(read, one), after, other_generation), before, generation
+        )
 
     def copy(
         self,
@@ -265,9 +284,12 @@ class Archive:
         """
         if everything and (version is not None or generation is not None):
             raise ConfigurationError("everything is copied, or one version: choose one of both")
-        chosen = None if everything else self.inventory.at(version, generation=generation)
-        copying = copy(self._hierarchy, self.inventory, chosen, to, deadline_s=self._deadline_s, progress=progress)
-        return self._call(copying, FOREVER_S)
+
+        def read(chosen: Recoverable | None) -> Copied:
+            copying = copy(self._hierarchy, self.inventory, chosen, to, deadline_s=self._deadline_s, progress=progress)
+            return self._call(copying, FOREVER_S)
+
+        return read(None) if everything else self._reading(read, version, generation)
 
     # How
 
@@ -278,11 +300,43 @@ class Archive:
         looks = (look_into(tier, self._away.get(tier.index), self._deadline_s) for tier in self._hierarchy.tiers)
         return Inventory(tuple(await asyncio.gather(*looks)))
 
-    def _stored(self, version: int | None, generation: int | None) -> StoredVersion:
+    def _reading(self, read: Callable[[Recoverable], T], version: int | None, generation: int | None) -> T:
+        """What ``read`` makes of the version. Errors: ``RecoveryError`` if its job deletes it."""
+        looks = 0
+        while True:
+            try:
+                chosen = self.inventory.at(version, generation=generation)
+            except RecoveryError as error:
+                if not looks:
+                    raise
+                raise RecoveryError(f"{error}: it was deleted meanwhile, as its job goes on") from None
+            try:
+                return read(chosen)
+            except (RecoveryError, TierError) as error:
+                if not self._is_gone(chosen):
+                    raise
+                looks += 1
+                if looks > LOOKS_MAX:
+                    raise RecoveryError(
+                        f"version {chosen.version}: the job that goes on deletes each version before it is read: read "
+                        f"from a tier that keeps versions for longer ({error})"
+                    ) from error
+                log.warning(
+                    "version %d was deleted while it was read, as its job goes on: looking again", chosen.version
+                )
+
+    def _is_gone(self, chosen: Recoverable) -> bool:
+        """Whether something that the version was to be read from is not there any more, now that the tiers are listed
+        again."""
+        self.look()
+        tiers = self.inventory.tiers
+        sources = (copy for plan in chosen.plans for copy in plan.sources)
+        return any(tiers[copy.tier].away is None and copy.key not in tiers[copy.tier].objects for copy in sources)
+
+    def _stored(self, chosen: Recoverable) -> StoredVersion:
         with needing_torch():
             from tiercheck.archive.rebuild import StoredVersion
 
-        chosen = self.inventory.at(version, generation=generation)
         return StoredVersion(self._hierarchy, self.inventory, chosen, self._running(), self._deadline_s)
 
     def _running(self) -> ThreadScheduler:

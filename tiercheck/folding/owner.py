@@ -105,6 +105,8 @@ class _Life:
         self.ended = ""
         """How it has ended."""
         self.ended_at = 0.0
+        self.last = False
+        """No other one will be started: what is broken off ends it."""
         self._numbers = itertools.count()
         self._works: dict[int, _Request] = {}
         self._begun_at_the_end = False
@@ -180,6 +182,9 @@ class _Life:
         """On return nothing of it is published any more."""
         if self.ended:
             return
+        if self.last:
+            await self.end()
+            return
         self.process.send(pack(Cancel(number)))
         try:
             async with asyncio.timeout(CANCEL_S_MAX):
@@ -247,9 +252,16 @@ class FoldProcess:
             self._ends = 0
         return outcome
 
+    def will_end(self) -> None:
+        """Nobody waits for a fold any more: what is broken off from here on ends the process, and does not wait for its
+        answer."""
+        self._closed = True
+        if self._life is not None:
+            self._life.last = True
+
     async def close(self) -> None:
         """End the process. Idempotent."""
-        self._closed = True
+        self.will_end()
         if self._idle is not None:
             self._idle.cancel()
         async with self._starting:

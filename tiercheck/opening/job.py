@@ -109,6 +109,8 @@ class Resources:
                 taken.push_async_callback(self._call, "ending the process that folds", self.fold_process.close)
             if self.mover_life is not None:
                 taken.push_async_callback(self._call, "stopping the mover", self.mover_life.stop)
+            if self.fold_process is not None:
+                taken.callback(self.fold_process.will_end)
             if self.recorder is not None:
                 taken.push_async_callback(self._end_copies, self.recorder)
 

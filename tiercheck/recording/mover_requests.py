@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from tiercheck.errors import DeadlineExceeded
 from tiercheck.recording.saves import ask_mover
@@ -10,6 +12,8 @@ from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["MoverRequests"]
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 """From one look at what is committed to the next."""
@@ -28,13 +32,12 @@ class MoverRequests:
     async def drain(self) -> None:
         """Have everything captured moved to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
         draining = self._mover.drain(self._deadline_s, closing=True)
-        await ask_mover(self._scheduler, self._mover, draining, "flushing the tiers", self._deadline_s)
+        await self._ask(draining, "flushing the tiers", flushes=True)
 
     async def commit(self) -> None:
         """All ranks have brought what they have captured: wait until a base is committed. Errors: as :meth:`drain`."""
         if self._mover.status.uncommitted:
-            committing, what = self._committing(), "committing what all ranks have brought"
-            await ask_mover(self._scheduler, self._mover, committing, what, self._deadline_s)
+            await self._ask(self._committing(), "committing what all ranks have brought", flushes=True)
 
     async def _committing(self) -> None:
         try:
@@ -50,8 +53,7 @@ class MoverRequests:
 
     async def make_room(self) -> bool:
         """Whether something was deleted from the first tier. Errors: as :meth:`drain`."""
-        making, what = self._mover.make_room(), "making room in the first tier"
-        return await ask_mover(self._scheduler, self._mover, making, what, self._deadline_s)
+        return await self._ask(self._mover.make_room(), "making room in the first tier")
 
     def nudge(self, hurry_s: float = 0.0) -> None:
         """There is something for the mover."""
@@ -64,3 +66,6 @@ class MoverRequests:
     def hurry(self) -> None:
         """Training waits for the tiers, and says so again meanwhile."""
         self.nudge(min(HURRY_S, self._deadline_s))
+
+    async def _ask(self, call: Coroutine[Any, Any, T], what: str, *, flushes: bool = False) -> T:
+        return await ask_mover(self._scheduler, self._mover, call, what, self._deadline_s, flushes=flushes)

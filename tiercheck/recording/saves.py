@@ -88,14 +88,24 @@ def doubt(stream: StateStream, doubts: Doubts) -> bool:
 
 
 async def ask_mover(
-    scheduler: Scheduler, mover: MoverHandle, call: Coroutine[Any, Any, T], what: str, deadline_s: float
+    scheduler: Scheduler,
+    mover: MoverHandle,
+    call: Coroutine[Any, Any, T],
+    what: str,
+    deadline_s: float,
+    *,
+    flushes: bool = False,
 ) -> T:
-    """Wait for a call to the mover that has this deadline, and say so if it takes long. Errors: ``JobConflict``; else
-    ``SaveError``."""
+    """Wait for a call to the mover that has this deadline, and say so if it takes long. ``flushes``: it waits for all
+    tiers. Errors: ``JobConflict``; else ``SaveError``."""
+
+    def holds_up() -> str:
+        return mover.status.holds_up_a_flush if flushes else mover.status.holds_up
+
     asking = scheduler.start(call)
     try:
         if deadline_s > TELL_S and not await scheduler.ends(asking, TELL_S):
-            held_up = mover.status.holds_up or "the tiers are not done yet"
+            held_up = holds_up() or "the tiers are not done yet"
             log.warning("%s is waited for, for up to %g s: %s", what, deadline_s, held_up)
             deadline_s -= TELL_S
         return await scheduler.result(asking, what=what, deadline_s=deadline_s + TOLD_S)
@@ -103,8 +113,8 @@ async def ask_mover(
         raise
     except TierCheckError as error:
         why = str(error) if str(error).startswith(what) else f"{what}: {error}"
-        if isinstance(error, DeadlineExceeded) and mover.status.holds_up not in why:
-            why += f" ({mover.status.holds_up})"
+        if isinstance(error, DeadlineExceeded) and holds_up() not in why:
+            why += f" ({holds_up()})"
         raise SaveError(why) from error
     finally:
         asking.cancel()  # of one that is done, and of one that nobody waits for any more

@@ -115,6 +115,12 @@ class MoverStatus:
         return "; ".join(filter(None, [self.held_up_by, *troubles]))
 
     @property
+    def holds_up_a_flush(self) -> str:
+        """The same for those who wait for all other tiers, and for no base that is folded for the first one alone."""
+        in_between = self.awaits_base and not self.unfolded_bases
+        return (replace(self, held_up_by="") if in_between else self).holds_up
+
+    @property
     def fold_lag(self) -> str:
         """``fold_lag_versions`` in words."""
         return f"a base that was due is not folded yet ({self.fold_lag_versions} versions were captured since)"

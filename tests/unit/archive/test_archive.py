@@ -79,6 +79,46 @@ def test_a_live_job_is_seen_and_not_disturbed(name: str, tmp_path: Path) -> None
         assert archive.versions[-1][1] == 11
 
 
+def test_what_a_live_job_deletes_while_it_is_read_is_looked_for_again(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    url = f"shm://{name}"
+    with (
+        training.attach(Hierarchy.of(f"{url}?size=16MiB", f"nvme://{tmp_path}/run?survives=rack"), base_every=4) as job,
+    ):
+        for version in range(1, 6):
+            training.step(version)
+        job.flush()
+        with tiercheck.open(url) as archive:
+            for version in range(6, 18):
+                training.step(version)
+            job.flush()  # the memory has let go of what was listed
+            with pytest.raises(RecoveryError, match=r"version 5 cannot be read; there are .*: it was deleted mean"):
+                archive.rebuild(0, 5)
+            for version in range(18, 26):
+                training.step(version)
+            job.flush()
+            state = archive.rebuild(0)
+            flat = torch.cat([each.flatten() for each in state.state.masters().values()])
+            assert (state.version, flat.numpy().tobytes()) == (25, training.states[25])
+            assert any("version 17 was deleted while it was read" in each for each in caplog.messages)
+            for version in range(26, 34):
+                training.step(version)
+            job.flush()
+            assert archive.export(tmp_path / "model.safetensors").version == 33
+            assert archive.copy(f"nvme://{tmp_path}/copied").version == 33
+            assert archive.diff(33, 33).versions == (33, 33)
+
+
+def test_a_job_that_is_faster_than_its_reader_is_told_of(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiercheck.open(left.url) as archive:
+        monkeypatch.setattr(archive, "_is_gone", lambda chosen: True)
+        left.flip("r00000/g000002/differential/000000000013-*")
+        with pytest.raises(RecoveryError, match=f"version {LAST}: the job that goes on deletes each version before it"):
+            archive.rebuild(0)
+
+
 def test_a_directory_that_may_not_be_written_and_lacks_our_own_is_read(left: Left) -> None:
     shutil.rmtree(left.root / ".tiercheck")  # as a copy by another program lacks it
     with tiercheck.open(left.url) as archive:

@@ -223,6 +223,32 @@ def test_one_that_does_not_break_off_is_ended() -> None:
     played(story)
 
 
+def test_at_its_owners_end_one_that_does_not_break_off_is_not_waited_for() -> None:
+    async def story(machine: Machine) -> None:
+        asked = asyncio.Event()
+
+        async def hangs(wanted: Wanted) -> Outcome:
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e9)
+            return await asyncio.sleep(30, Superfluous())
+
+        machine.work = hangs
+        machine.end_s = 1.0
+        folding = asyncio.create_task(machine.folds.fold(FOLD, yes))
+        await asked.wait()
+        began = asyncio.get_running_loop().time()
+        machine.process.will_end()
+        folding.cancel()
+        await asyncio.wait([folding])
+        await machine.process.close()
+        assert folding.cancelled()
+        assert machine.ended == [1]
+        assert asyncio.get_running_loop().time() - began == pytest.approx(machine.end_s)
+
+    played(story)
+
+
 def test_cancelled_again_and_again_it_is_dead_before_the_call_returns() -> None:
     async def story(machine: Machine) -> None:
         asked, ended = asyncio.Event(), list[int]()

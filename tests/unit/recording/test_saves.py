@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -62,6 +63,14 @@ async def test_a_long_wait_is_told_while_it_lasts(
         "flushing the tiers is waited for, for up to 60 s: differential 3 is not in nvme; nvme: the file system is full"
     )
     assert said in caplog.text
+
+
+def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
+    status = MoverStatus(held_up_by="no base after version 56 is folded yet", awaits_base=True)
+    assert status.holds_up == status.held_up_by
+    assert not status.holds_up_a_flush
+    assert replace(status, unfolded_bases=1).holds_up_a_flush == status.held_up_by, "one is due"
+    assert replace(status, errors={"s3": "503"}).holds_up_a_flush == "s3: 503"
 
 
 async def test_a_wait_that_is_broken_off_leaves_nothing_running() -> None:

@@ -218,6 +218,11 @@ class AgentClient:
         if self._settings is None:
             raise AgentGone(f"no agent of node {self._run.node!r} runs here; start one with: tiercheck agent")
         if self._hello is not None and not self._hello.detached:
+            log.warning(
+                "the agent of node %s has ended: what runs it has %g s to bring it back, then one is started here",
+                self._run.node,
+                PLATFORM_S,
+            )
             await self._agent_lives(True, min(until, loop.time() + PLATFORM_S))
         async with starting(self._run, max(1.0, until - loop.time())):
             if not self._run.agent_lives():
