@@ -112,7 +112,8 @@ class MoverStatus:
     def holds_up(self) -> str:
         """What those who wait for the tiers wait for, in words; empty if that is not known."""
         troubles = (f"{tier}: {error}" for tier, error in sorted(self.errors.items()))
-        return "; ".join(filter(None, [self.held_up_by, *troubles]))
+        why = f": {self.not_folded}" if self.awaits_base and self.not_folded else ""
+        return "; ".join(filter(None, [self.held_up_by and self.held_up_by + why, *troubles]))
 
     @property
     def holds_up_a_flush(self) -> str:

@@ -29,6 +29,9 @@ class Part:
 
     stop = end = close
 
+    def will_end(self) -> None:
+        """It is told, and goes on."""
+
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 

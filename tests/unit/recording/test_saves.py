@@ -71,6 +71,9 @@ def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
     assert not status.holds_up_a_flush
     assert replace(status, unfolded_bases=1).holds_up_a_flush == status.held_up_by, "one is due"
     assert replace(status, errors={"s3": "503"}).holds_up_a_flush == "s3: 503"
+    prepares = replace(status, not_folded="folding is still being prepared")
+    assert prepares.holds_up == "no base after version 56 is folded yet: folding is still being prepared"
+    assert not prepares.holds_up_a_flush
 
 
 async def test_a_wait_that_is_broken_off_leaves_nothing_running() -> None:
