@@ -21,7 +21,7 @@ from tiercheck.archive.change.copying import Copied, copy
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
-from tiercheck.errors import Closed, ConfigurationError, RecoveryError, TierCheckError, TierError
+from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, TierCheckError
 from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
@@ -178,8 +178,8 @@ class Archive:
         with needing_torch():
             from tiercheck.archive.contents import read_contents
 
-        def read(chosen: Recoverable) -> Contents:
-            return self._call(read_contents(self._hierarchy, self.inventory, chosen, rank))
+        def read(inventory: Inventory, chosen: Recoverable) -> Contents:
+            return self._call(read_contents(self._hierarchy, inventory, chosen, rank))
 
         return self._reading(read, version, generation)
 
@@ -198,7 +198,7 @@ class Archive:
         Errors: ``RecoveryError``; ``ConfigurationError`` if steps must be replayed of an optimizer that is neither
         torch's nor registered; ``TierError``.
         """
-        return self._reading(lambda chosen: run(self._stored(chosen).rebuild(rank, threads)), version, generation)
+        return self._reading(lambda *chosen: run(self._stored(*chosen).rebuild(rank, threads)), version, generation)
 
     def export(
         self,
@@ -231,8 +231,8 @@ class Archive:
             raise ConfigurationError(f"there is no export format {format!r}: choose one of {known}") from None
         target = Path(to).absolute()
 
-        def read(chosen: Recoverable) -> Exported:
-            source = self._stored(chosen)
+        def read(inventory: Inventory, chosen: Recoverable) -> Exported:
+            source = self._stored(inventory, chosen)
             return run(export(source, target, chosen_format, dtype=dtype, overwrite=overwrite, progress=progress))
 
         return self._reading(read, version, generation)
@@ -259,13 +259,16 @@ class Archive:
 
         second = other or self
 
-        def read(one: Recoverable, two: Recoverable) -> Compared:
-            sources = self._stored(one), second._stored(two)
-            return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
+        def read(inventory: Inventory, chosen: Recoverable) -> Compared:
+            one = self._stored(inventory, chosen)
 
-        return self._reading(
-            lambda one: second._reading(partial(read, one), after, other_generation), before, generation
-        )
+            def with_other(inventory: Inventory, chosen: Recoverable) -> Compared:
+                two = second._stored(inventory, chosen)
+                return run(compare(one, two, rank=rank, optimizer=optimizer, progress=progress))
+
+            return second._reading(with_other, after, other_generation)
+
+        return self._reading(read, before, generation)
 
     def copy(
         self,
@@ -285,11 +288,11 @@ class Archive:
         if everything and (version is not None or generation is not None):
             raise ConfigurationError("everything is copied, or one version: choose one of both")
 
-        def read(chosen: Recoverable | None) -> Copied:
-            copying = copy(self._hierarchy, self.inventory, chosen, to, deadline_s=self._deadline_s, progress=progress)
+        def read(inventory: Inventory, chosen: Recoverable | None) -> Copied:
+            copying = copy(self._hierarchy, inventory, chosen, to, deadline_s=self._deadline_s, progress=progress)
             return self._call(copying, FOREVER_S)
 
-        return read(None) if everything else self._reading(read, version, generation)
+        return read(self.inventory, None) if everything else self._reading(read, version, generation)
 
     # How
 
@@ -300,19 +303,20 @@ class Archive:
         looks = (look_into(tier, self._away.get(tier.index), self._deadline_s) for tier in self._hierarchy.tiers)
         return Inventory(tuple(await asyncio.gather(*looks)))
 
-    def _reading(self, read: Callable[[Recoverable], T], version: int | None, generation: int | None) -> T:
-        """What ``read`` makes of the version. Errors: ``RecoveryError`` if its job deletes it."""
+    def _reading(self, read: Callable[[Inventory, Recoverable], T], version: int | None, generation: int | None) -> T:
+        """What ``read`` makes of the version, by what was listed. Errors: ``RecoveryError`` if its job deletes it."""
         looks = 0
         while True:
+            inventory = self.inventory
             try:
-                chosen = self.inventory.at(version, generation=generation)
+                chosen = inventory.at(version, generation=generation)
             except RecoveryError as error:
                 if not looks:
                     raise
                 raise RecoveryError(f"{error}: it was deleted meanwhile, as its job goes on") from None
             try:
-                return read(chosen)
-            except (RecoveryError, TierError) as error:
+                return read(inventory, chosen)
+            except (RecoveryError, NotFound) as error:
                 if not self._is_gone(chosen):
                     raise
                 looks += 1
@@ -333,11 +337,11 @@ class Archive:
         sources = (copy for plan in chosen.plans for copy in plan.sources)
         return any(tiers[copy.tier].away is None and copy.key not in tiers[copy.tier].objects for copy in sources)
 
-    def _stored(self, chosen: Recoverable) -> StoredVersion:
+    def _stored(self, inventory: Inventory, chosen: Recoverable) -> StoredVersion:
         with needing_torch():
             from tiercheck.archive.rebuild import StoredVersion
 
-        return StoredVersion(self._hierarchy, self.inventory, chosen, self._running(), self._deadline_s)
+        return StoredVersion(self._hierarchy, inventory, chosen, self._running(), self._deadline_s)
 
     def _running(self) -> ThreadScheduler:
         if self._scheduler is None:

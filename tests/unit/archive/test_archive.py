@@ -109,6 +109,11 @@ def test_what_a_live_job_deletes_while_it_is_read_is_looked_for_again(
             assert archive.export(tmp_path / "model.safetensors").version == 33
             assert archive.copy(f"nvme://{tmp_path}/copied").version == 33
             assert archive.diff(33, 33).versions == (33, 33)
+            for version in range(34, 50):
+                training.step(version)
+            job.flush()
+            with pytest.raises(RecoveryError, match=r"version 33 cannot be read; there are .*: it was deleted mean"):
+                archive.diff(33, 33)
 
 
 def test_a_job_that_is_faster_than_its_reader_is_told_of(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
