@@ -317,7 +317,7 @@ class Archive:
             try:
                 return read(inventory, chosen)
             except (RecoveryError, NotFound) as error:
-                if not self._is_gone(chosen):
+                if not self._is_gone(inventory, chosen):
                     raise
                 looks += 1
                 if looks > LOOKS_MAX:
@@ -329,13 +329,15 @@ class Archive:
                     "version %d was deleted while it was read, as its job goes on: looking again", chosen.version
                 )
 
-    def _is_gone(self, chosen: Recoverable) -> bool:
+    def _is_gone(self, inventory: Inventory, chosen: Recoverable) -> bool:
         """Whether something that the version was to be read from is not there any more, now that the tiers are listed
-        again."""
+        again. If one of them does not answer any more, nobody knows."""
         self.look()
         tiers = self.inventory.tiers
+        if any(now.away and not before.away for before, now in zip(inventory.tiers, tiers, strict=True)):
+            return False
         sources = (copy for plan in chosen.plans for copy in plan.sources)
-        return any(tiers[copy.tier].away is None and copy.key not in tiers[copy.tier].objects for copy in sources)
+        return any(not tiers[copy.tier].away and copy.key not in tiers[copy.tier].objects for copy in sources)
 
     def _stored(self, inventory: Inventory, chosen: Recoverable) -> StoredVersion:
         with needing_torch():

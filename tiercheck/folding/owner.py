@@ -252,7 +252,7 @@ class FoldProcess:
             self._ends = 0
         return outcome
 
-    def will_end(self) -> None:
+    async def will_end(self) -> None:
         """Nobody waits for a fold any more: what is broken off from here on ends the process, and does not wait for its
         answer."""
         self._closed = True
@@ -261,7 +261,7 @@ class FoldProcess:
 
     async def close(self) -> None:
         """End the process. Idempotent."""
-        self.will_end()
+        await self.will_end()
         if self._idle is not None:
             self._idle.cancel()
         async with self._starting:
@@ -284,6 +284,7 @@ class FoldProcess:
                 raise Transient(f"the process that folds has ended, and is started again in {left_s:.1f} s")
             try:
                 self._life = _Life(await self._start())
+                self._life.last = self._closed
             except OSError as error:
                 self._put_off(_now())
                 raise FoldProcessEnded(f"the process that folds cannot be started: {error}") from error

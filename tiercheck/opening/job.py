@@ -110,7 +110,7 @@ class Resources:
             if self.mover_life is not None:
                 taken.push_async_callback(self._call, "stopping the mover", self.mover_life.stop)
             if self.fold_process is not None:
-                taken.callback(self.fold_process.will_end)
+                taken.push_async_callback(self._call, "folding no more", self.fold_process.will_end)
             if self.recorder is not None:
                 taken.push_async_callback(self._end_copies, self.recorder)
 

@@ -44,7 +44,7 @@ class MoverRequests:
             async with asyncio.timeout(self._deadline_s):
                 while self._mover.status.uncommitted:
                     await asyncio.sleep(LOOK_S)
-                    await self._mover.cycle(closing=True)
+                    await self._mover.drain(self._deadline_s, closing=True)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._mover.status.uncommitted}, though it has brought everything: is that tier the same place for "

@@ -118,7 +118,8 @@ class MoverStatus:
     @property
     def holds_up_a_flush(self) -> str:
         """The same for those who wait for all other tiers, and for no base that is folded for the first one alone."""
-        in_between = self.awaits_base and not self.unfolded_bases
+        folds = self.folds or bool(self.not_folded)
+        in_between = folds and self.awaits_base and not self.unfolded_bases
         return (replace(self, held_up_by="") if in_between else self).holds_up
 
     @property

@@ -416,19 +416,22 @@ class Mover:
         for: it makes a recovery shorter, and adds no version. Errors: as :meth:`room_for_base` and of
         :func:`check_all_arrived`.
         """
-        first, *others = self._lanes
-
-        def folds_are_due() -> bool:
-            return self._folding is not None and bool(self._folding.waiting(self._seen()))
+        lanes = [[lane for lane in each if FOLDING not in lane.kinds] for each in self._lanes]
 
         async def done() -> bool:
-            lanes = [lane for lane in first if folds_are_due() or FOLDING not in lane.kinds]
-            return await self._cycle([lanes, *others], closing=closing) and not folds_are_due()
+            return await self._cycle(lanes, closing=closing) and not self._folds_one_that_is_due()
 
         await self._until(
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
         )
         check_all_arrived(self._observer.seen(), self._observer.damaged, self._placement, closing=closing)
+
+    def _folds_one_that_is_due(self) -> bool:
+        """Whether it can be made now, in its lane."""
+        seen, folding = self._seen(), self._folding
+        if folding is None or (fold := folding.next(seen)) is None or not self._has_room(seen):
+            return False
+        return fold.version in folding.waiting(seen)
 
     async def _until(
         self,

@@ -118,7 +118,7 @@ def test_what_a_live_job_deletes_while_it_is_read_is_looked_for_again(
 
 def test_a_job_that_is_faster_than_its_reader_is_told_of(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiercheck.open(left.url) as archive:
-        monkeypatch.setattr(archive, "_is_gone", lambda chosen: True)
+        monkeypatch.setattr(archive, "_is_gone", lambda *_: True)
         left.flip("r00000/g000002/differential/000000000013-*")
         with pytest.raises(RecoveryError, match=f"version {LAST}: the job that goes on deletes each version before it"):
             archive.rebuild(0)

@@ -238,7 +238,7 @@ def test_at_its_owners_end_one_that_does_not_break_off_is_not_waited_for() -> No
         folding = asyncio.create_task(machine.folds.fold(FOLD, yes))
         await asked.wait()
         began = asyncio.get_running_loop().time()
-        machine.process.will_end()
+        await machine.process.will_end()
         folding.cancel()
         await asyncio.wait([folding])
         await machine.process.close()

@@ -29,7 +29,7 @@ class Part:
 
     stop = end = close
 
-    def will_end(self) -> None:
+    async def will_end(self) -> None:
         """It is told, and goes on."""
 
     async def __aexit__(self, *_: object) -> None:

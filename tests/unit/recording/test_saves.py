@@ -66,7 +66,7 @@ async def test_a_long_wait_is_told_while_it_lasts(
 
 
 def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
-    status = MoverStatus(held_up_by="no base after version 56 is folded yet", awaits_base=True)
+    status = MoverStatus(held_up_by="no base after version 56 is folded yet", awaits_base=True, folds=True)
     assert status.holds_up == status.held_up_by
     assert not status.holds_up_a_flush
     assert replace(status, unfolded_bases=1).holds_up_a_flush == status.held_up_by, "one is due"
@@ -74,6 +74,8 @@ def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
     prepares = replace(status, not_folded="folding is still being prepared")
     assert prepares.holds_up == "no base after version 56 is folded yet: folding is still being prepared"
     assert not prepares.holds_up_a_flush
+    captured = MoverStatus(held_up_by="base 0 has not come whole to s3 from rank 3", awaits_base=True)
+    assert captured.holds_up_a_flush == captured.held_up_by
 
 
 async def test_a_wait_that_is_broken_off_leaves_nothing_running() -> None:

@@ -235,7 +235,9 @@ class RankReplicator:
             living.cancel()
             await asyncio.wait([living], timeout=CLOSE_S_MAX)
             if not living.done():
-                log.warning("%s: a tier has not answered for %g s; it is left open", self._where, CLOSE_S_MAX)
+                log.warning(
+                    "%s: a tier, or what folds, has not answered for %g s; it is left open", self._where, CLOSE_S_MAX
+                )
 
     async def _live(self) -> None:
         failures = 0

@@ -285,7 +285,7 @@ class Agent:
             await self._router.close()
         if self._http is not None:
             await self._http.close()
-        self._folds_in.will_end()
+        await self._folds_in.will_end()
         await self.registry.close()
         await self._folds_in.close()
         if self._peer is not None:
