@@ -21,7 +21,7 @@ __all__ = ["GroupOptions", "merged_options", "plain_options", "set_options", "te
 TENSORS = "tiercheck.tensors"
 """The options of the group that are tensors, or hold some, as they are."""
 NUMBERS = "tiercheck.numbers"
-"""The names of options that were tensors, and are none any more."""
+"""The names of options that were tensors, and are none any more. For who reads the options: a number says so itself."""
 REMOVED = "tiercheck.removed"
 """The names of options that the group had, and has no more."""
 TOLD_BESIDE = frozenset((TENSORS, NUMBERS, REMOVED))
@@ -70,9 +70,10 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put options back into a parameter group: tensors into those that the group holds, if they are of their form.
-    Where the script has made a tensor of what was always a number, it stays one."""
-    tensors, numbers, removed = options.get(TENSORS, {}), options.get(NUMBERS, ()), options.get(REMOVED, ())
+    """Put options back into a parameter group: tensors into those that the group holds, if they are of their form. What
+    was a number is one again, also if the script has made a tensor of it: torch's steps with a tensor have other bits.
+    """
+    tensors, removed = options.get(TENSORS, {}), options.get(REMOVED, ())
     for name in removed:
         group.pop(name, None)
     for name, value in options.items():
@@ -81,7 +82,7 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         current = group.get(name)
         if name in tensors:
             group[name] = tensor_as_kept(current, from_storable(tensors[name]))
-        elif isinstance(current, torch.Tensor) and name not in numbers:
+        elif isinstance(current, torch.Tensor) and np.ndim(value):
             group[name] = filled(current, value)
         else:
             group[name] = value
@@ -114,12 +115,9 @@ def tensor_as_kept(current: Any, saved: Any) -> Any:
 
 
 def filled(current: torch.Tensor, value: Any) -> torch.Tensor:
-    """With what was recorded as a number, or as an array."""
-    loaded = np.asarray(value)
+    """With what was recorded as an array."""
     with torch.no_grad():
-        if loaded.ndim:
-            return current.copy_(torch.from_numpy(loaded).reshape(current.shape))
-        return current.fill_(loaded.item())
+        return current.copy_(torch.from_numpy(np.asarray(value)).reshape(current.shape))
 
 
 def has_tensor(value: Any) -> bool:

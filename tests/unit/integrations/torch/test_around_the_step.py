@@ -180,6 +180,22 @@ def test_a_rate_that_is_a_tensor_of_one_element_comes_back(optimizer: Any) -> No
     assert resumed == undisturbed
 
 
+def test_a_rate_that_the_script_has_made_a_tensor_of_is_the_number_again_that_steps_were_taken_with() -> None:
+    tiers, before = Hierarchy.of(memory()), Training(optimizer=torch.optim.AdamW)
+    checkpointer = before.attach(tiers, **ALL)
+    for version in range(1, LAST + 1):
+        before.step(version)
+    checkpointer.abort()
+    after = Training(optimizer=torch.optim.AdamW)
+    group = after.optimizer.param_groups[0]
+    group["lr"] = torch.tensor(group["lr"])
+    checkpointer = after.attach(tiers, **ALL)
+    assert (checkpointer.version, checkpointer.recovery.fidelity) == (LAST, "exact")
+    assert after.parameters() == before.states[LAST]
+    assert type(group["lr"]) is float
+    checkpointer.abort()
+
+
 class Strided(Training):
     """Its first weight lies in memory in another order."""
 
