@@ -85,17 +85,22 @@ class _Buckets:
         """The parameters' names as their gradients came; ``None`` before the first iteration."""
         self.kept = False
         """The loop of the process whose version was restored kept its gradients."""
+        self._primed = False
         self._ddp = ddp
         self._coming: list[str] = []
         self._handles: list[RemovableHandle] = []
 
     def keeps(self) -> bool:
-        """Whether there are gradients now, between two iterations, in the buckets."""
+        """Whether there are gradients now, between two iterations, in the buckets; before they are put there, whether
+        there will be: a process may die between its opening base and its first iteration."""
+        if self.kept and not self._primed:
+            return True
         return bool(self._ddp.gradient_as_bucket_view) and any(
             each.grad is not None for each in self._parameters().values()
         )
 
     def prime(self) -> None:
+        self._primed = True
         if self.obstacle() is not None:
             return
         if not depends_on_order(self._ddp):

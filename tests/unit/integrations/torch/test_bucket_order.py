@@ -184,7 +184,9 @@ def test_gradients_that_the_loop_keeps_in_the_buckets_lie_there_after_a_restart(
     again = wrapped(gradient_as_bucket_view=True, find_unused_parameters=unused)
     restored = BucketOrder(torch.nn.Sequential(again))
     restored.load_state_dict(state)
+    assert restored.state_dict() == state, "its opening base tells it, too: it may die before its first iteration"
     restored.prime()
+    assert restored.state_dict() == state
     assert len(places(again)) == len(places(ddp)) == (0 if to_none else 4)
     assert not any(each.grad.any() for each in again.module.parameters() if each.grad is not None)
 
