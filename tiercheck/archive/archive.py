@@ -317,6 +317,7 @@ class Archive:
             try:
                 return read(inventory, chosen)
             except (RecoveryError, NotFound) as error:
+                self.look()
                 if not self._is_gone(inventory, chosen):
                     raise
                 looks += 1
@@ -330,9 +331,8 @@ class Archive:
                 )
 
     def _is_gone(self, inventory: Inventory, chosen: Recoverable) -> bool:
-        """Whether something that the version was to be read from is not there any more, now that the tiers are listed
-        again. If one of them does not answer any more, nobody knows."""
-        self.look()
+        """Whether something that the version was to be read from, by an older inventory, is not there any more. If a
+        tier does not answer any more, nobody knows."""
         tiers = self.inventory.tiers
         if any(now.away and not before.away for before, now in zip(inventory.tiers, tiers, strict=True)):
             return False

@@ -20,11 +20,10 @@ __all__ = ["GroupOptions", "merged_options", "plain_options", "set_options", "te
 
 TENSORS = "tiercheck.tensors"
 """The options of the group that are tensors, or hold some, as they are."""
-NUMBERS = "tiercheck.numbers"
-"""The names of options that were tensors, and are none any more. For who reads the options: a number says so itself."""
 REMOVED = "tiercheck.removed"
 """The names of options that the group had, and has no more."""
-TOLD_BESIDE = frozenset((TENSORS, NUMBERS, REMOVED))
+TOLD_BESIDE = frozenset((TENSORS, REMOVED, "tiercheck.numbers"))
+"""The last one stands in older versions, beside what says the same."""
 
 
 class GroupOptions:
@@ -32,22 +31,17 @@ class GroupOptions:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._had: list[set[str]] = []
-        self._had_tensors: list[set[str]] = []
         self.plain(groups)
 
     def plain(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Of each group, as :func:`plain_options`, and what has changed its kind or was removed."""
+        """Of each group, as :func:`plain_options`, and what was removed."""
         self._had += [set() for _ in groups[len(self._had) :]]
-        self._had_tensors += [set() for _ in groups[len(self._had_tensors) :]]
         found: list[dict[str, Any]] = []
-        for group, had, had_tensors in zip(groups, self._had, self._had_tensors, strict=False):
+        for group, had in zip(groups, self._had, strict=False):
             options = plain_options(group)
             had.update(group)
-            had_tensors.update(options.get(TENSORS, {}))
             if removed := had - group.keys():
                 options[REMOVED] = sorted(removed)
-            if numbers := (had_tensors & group.keys()) - options.get(TENSORS, {}).keys():
-                options[NUMBERS] = sorted(numbers)
             found.append(options)
         return found
 
