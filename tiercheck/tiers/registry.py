@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 GROUP = EntryPointGroup("tiercheck.tiers", "driver", "{}://")
+OF_FSSPEC = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "hdfs", "hf", "oss", "sftp", "smb", "ssh", "webhdfs"))
+"""Schemes that are often written without ``fsspec+``."""
 
 
 def schemes() -> dict[str, str]:
@@ -35,12 +37,14 @@ def schemes() -> dict[str, str]:
 def make_driver(url: str | TierURL) -> TierDriver:
     """The driver for ``url``, not yet open.
 
-    Errors: ``ConfigurationError`` if no distribution provides the scheme (similar schemes are suggested), two
+    Errors: ``ConfigurationError`` if no distribution provides the scheme (what others call it is suggested), two
     distributions provide it (both are named), the driver's dependencies are missing (the message says what to
     install), or the driver finds something wrong with the URL.
     """
     parsed = TierURL.parse(url) if isinstance(url, str) else url
     name = entry_name(parsed.scheme)
+    if name not in schemes() and (other := called_here(name)):
+        raise ConfigurationError(f"there is no driver {name}://: {other}")
     factory = GROUP.load(name)
     driver = factory(parsed)
     if not isinstance(driver, TierDriver):
@@ -62,3 +66,10 @@ async def open_driver(url: str | TierURL) -> TierDriver:
 def entry_name(scheme: str) -> str:
     """The entry point that a scheme goes to: ``fsspec`` for ``fsspec+gs``, else its own."""
     return "fsspec" if scheme.startswith("fsspec+") else scheme
+
+
+def called_here(scheme: str) -> str:
+    """What to write instead of a scheme that other libraries know; empty if none is known."""
+    if scheme in ("file", "local"):
+        return "a directory is nvme:///PATH, or lustre:///PATH if all nodes see it"
+    return f"write fsspec+{scheme}://, which goes to fsspec" if scheme in OF_FSSPEC else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -190,6 +191,19 @@ class TestRegistry:
             make_driver("memroy://x")
         with pytest.raises(ConfigurationError, match=r"no driver zzzzz://.*install the package"):
             make_driver("zzzzz://x")
+
+    @pytest.mark.parametrize(
+        ("url", "instead"),
+        [
+            ("file:///data/run", "a directory is nvme:///PATH, or lustre:///PATH if all nodes"),
+            ("gs://b", "fsspec+gs://"),
+        ],
+    )
+    def test_what_other_libraries_call_it_has_another_name_here(self, url: str, instead: str) -> None:
+        with pytest.raises(
+            ConfigurationError, match=f"there is no driver {url.split(':')[0]}://: .*{re.escape(instead)}"
+        ):
+            make_driver(url)
 
     def test_a_missing_dependency_says_what_to_install(self, site: Path) -> None:
         install(site, "acme-cloud", "cloud = acme_cloud:make [aws]", "import a_module_nobody_has")

@@ -125,7 +125,7 @@ def attach(
         bares = [bare_optimizer(each) for each in given]
         refuse_hidden_powers(bares)
         bare = JointOptimizer(bares) if len(bares) > 1 else bares[0]
-        order = BucketOrder(model)
+        order = BucketOrder(model, [*(after_step or {}).values(), *(stateful or {}).values()])
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         only = scheduler if len(bares) == 1 else None  # of several, each has one of its own
         for one, as_given in zip(bares, given, strict=True):

@@ -11,15 +11,22 @@ the interrupted process had. That costs one reduction of all gradients a restart
 With ``gradient_as_bucket_view=True`` gradients lie in the buckets. One that is there already is divided by the number
 of ranks; a new one is multiplied by the inverse of it, which rounds otherwise. So it is part of the state, too, whether
 the loop keeps its gradients (``zero_grad(set_to_none=False)``): then the zeros of the stand-in stay.
+
+A communication hook that looks at a bucket as a whole, as PowerSGD does, depends on the layout whatever the number of
+ranks. It is called on the stand-in's zeros as on a first iteration: with its state as it was when the job attached,
+which must be among what the job saves, and is as it was restored again after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -31,19 +38,24 @@ __all__ = ["BucketOrder"]
 RANKS_MIN = 3
 """The sum of two numbers does not depend on their order."""
 
+BY_NUMBER = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+"""Communication hooks without a state that treat each number of a bucket for itself."""
+
 
 class BucketOrder:
-    """Of every ``DistributedDataParallel`` in a model. Saved and restored as ``stateful`` are."""
+    """Of every ``DistributedDataParallel`` in a model. Saved and restored as ``stateful`` are. ``given``: what else the
+    job saves."""
 
     NAME = "tiercheck.bucket_order"
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, given: Iterable[Any] = ()) -> None:
+        saved = tuple(given)
         wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        self._buckets = [_Buckets(each) for each in wrapped if dist.get_world_size(each.process_group) >= RANKS_MIN]
+        self._buckets = [_Buckets(each, saved) for each in wrapped if depends_on_layout(each)]
 
     @property
     def stateful(self) -> dict[str, BucketOrder]:
-        """What the provider is to save. It depends on nothing that a job may change when it resumes."""
+        """What the provider is to save."""
         return {self.NAME: self} if self._buckets else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,17 +82,31 @@ class BucketOrder:
             each.remove()
 
 
-def depends_on_order(ddp: DistributedDataParallel) -> bool:
-    """Whether its layout changes, and with it the sums of more than two."""
-    hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
-    by_rank = bool(hooks) and all(hook is compressed_all_reduce for hook in hooks)  # it adds in the order of the ranks
-    return (ddp.static_graph or not ddp.find_unused_parameters) and not by_rank
+def hooks_of(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Its communication hooks that nobody knows to treat each number for itself, each with its state."""
+    return [each for each in getattr(ddp, "_comm_hooks", ()) if each[0] not in BY_NUMBER]
+
+
+def depends_on_layout(ddp: DistributedDataParallel) -> bool:
+    """Whether the bits of its gradients may depend on its buckets, or on the order in which they are filled."""
+    strange = any(hook is not compressed_all_reduce for hook, _ in hooks_of(ddp))
+    return strange or dist.get_world_size(ddp.process_group) >= RANKS_MIN
+
+
+def layout_changes(ddp: DistributedDataParallel) -> bool:
+    """Whether it has another layout after its first iteration, and that changes its gradients."""
+    by_rank = [hook is compressed_all_reduce for hook, _ in hooks_of(ddp)]  # it adds in the order of the ranks
+    return (ddp.static_graph or not ddp.find_unused_parameters) and not (by_rank and all(by_rank))
 
 
 class _Buckets:
     """Of one wrapper."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, saved: Sequence[Any]) -> None:
+        ids = {id(each) for each in saved}
+        self._unsaved = [hook for hook, state in hooks_of(ddp) if id(state) not in ids]
+        self._states = [(state, now(state)) for _, state in hooks_of(ddp) if id(state) in ids]
+        """The hooks' states, each with what it was when the job attached."""
         self.order: list[str] | None = None
         """The parameters' names as their gradients came; ``None`` before the first iteration."""
         self.kept = False
@@ -103,8 +129,8 @@ class _Buckets:
         self._primed = True
         if self.obstacle() is not None:
             return
-        if not depends_on_order(self._ddp):
-            if self.kept:
+        if not layout_changes(self._ddp):
+            if self.kept and not hooks_of(self._ddp):
                 self._run_stand_in([*self._parameters()])
         elif self.order is None or not self._is_of_these(self.order):
             self._record()
@@ -112,13 +138,18 @@ class _Buckets:
             self._run_stand_in(self.order)
 
     def why_another_order(self) -> str | None:
-        if not depends_on_order(self._ddp) or self._rebuilt():
+        if not layout_changes(self._ddp) or self._rebuilt():
             return None
         obstacle = self.obstacle()
         if obstacle is None and self.order is not None and self._is_of_these(self.order):
             return None
         because = obstacle or "and in which order the interrupted process did was not recorded"
-        return f"DDP sums the gradients of the first step after a restart in another order, {because}"
+        what = (
+            "puts the gradients of the first step after a restart into other buckets"
+            if hooks_of(self._ddp)
+            else ("sums the gradients of the first step after a restart in another order")
+        )
+        return f"DDP {what}, {because}"
 
     def obstacle(self) -> str | None:
         """What may tell the stand-in from the model, or change by it."""
@@ -127,8 +158,9 @@ class _Buckets:
             return "which static_graph=True leaves no way around; static_graph=False does"
         if ddp.mixed_precision is not None:
             return "which mixed_precision= leaves no way around; torch.autocast does"
-        if getattr(ddp, "_comm_hooks", ()):
-            return "which a communication hook leaves no way around"
+        if self._unsaved:
+            name = getattr(self._unsaved[0], "__qualname__", type(self._unsaved[0]).__name__)
+            return f"which the communication hook {name}, whose state is not in stateful=, leaves no way around"
         hooked = [name for name, each in self._parameters().items() if has_hooks(each) and not self._handles]
         if hooked:
             return f"which hooks on parameters, such as that on {hooked[0]}, leave no way around"
@@ -182,12 +214,29 @@ class _Buckets:
         try:
             ddp.module = _InTurn([parameters[name] for name in order])
             ddp.require_forward_param_sync = False  # buffers are none of the stand-in's
-            with torch.enable_grad():
+            with torch.enable_grad(), self._as_attached():
                 ddp.forward(torch.zeros((), device=parameters[order[0]].device)).backward()
         finally:
             ddp.module = model
             for name, each in () if self.kept else parameters.items():
                 each.grad = gradients[name]
+
+    @contextmanager
+    def _as_attached(self) -> Iterator[None]:
+        """A context in which the hooks begin anew."""
+        restored = [(state, now(state)) for state, _ in self._states]
+        for state, attached in self._states:
+            state.load_state_dict(attached)
+        try:
+            yield
+        finally:
+            for state, each in restored:
+                state.load_state_dict(each)
+
+
+def now(state: Any) -> Any:
+    """What it is now: its own tensors change."""
+    return copy.deepcopy(state.state_dict())
 
 
 def has_hooks(parameter: torch.nn.Parameter) -> bool:

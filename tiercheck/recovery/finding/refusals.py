@@ -99,7 +99,7 @@ def check_form(past: Past, version: int | None) -> None:
     raise Mismatch(
         f"version {whole} was saved whole, and this job cannot use it: {first_of(said, '; ')}. The tiers "
         "are as they were: resume with the model, the optimizer, the stateful= and the codecs that it was saved "
-        "with; use another place; or remove these objects to go back without them"
+        "with; use another place; or remove these objects, if an older version is one that this job can use"
     )
 
 

@@ -142,7 +142,8 @@ class Copies:
 
     def quarantine(self, source: Copy, cause: TierError) -> None:
         """Do not use this copy again."""
-        log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
+        level = logging.INFO if isinstance(cause, Unusable) else logging.WARNING  # what is not damaged is refused later
+        log.log(level, "%s is not used from tier %s: %s", source.key, self.name(source), cause.message)
         self.quarantined[source] = str(cause)
         if isinstance(cause, Unusable):
             self.unusable[source] = cause.message

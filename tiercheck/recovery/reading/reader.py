@@ -213,7 +213,8 @@ class Reader:
         while True:
             chosen = self.copies.choose(own, choice)
             if isinstance(chosen, Unreachable):
-                log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
+                if not self.copies.unusable:  # else what is refused is not damage, and the ranks tell why
+                    log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
                 self._let_go()
                 return None
             try:

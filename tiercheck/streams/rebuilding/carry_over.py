@@ -13,6 +13,7 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.streams.loading import CarryOver
+from tiercheck.streams.tensors.beside import is_users
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.storable import from_storable, to_storable
 from tiercheck.types import shown
@@ -24,8 +25,6 @@ OPTIONS = ("options", "hyperparameters")
 OF_EACH_RANK = ("random", "next", "stateful", "model_parallel_random")
 AFTER_STEP = "after_step"
 SCHEDULER = "scheduler"
-OUR_OWN = "tiercheck."
-"""How the names of what integrations themselves put among the user's objects begin."""
 
 
 def options_at_end(options: list[dict[str, Any]], host_state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -146,10 +145,6 @@ def fit_schedules(state: dict[str, Any], live: Mapping[str, Any], before: int, n
         f"there were {before} parameter groups, and are {now}, so that of the scheduler's state "
         f"{', '.join(kept)} are as the script made them"
     ]
-
-
-def is_users(name: str) -> bool:
-    return not name.startswith(OUR_OWN)
 
 
 def refuse_lost(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:

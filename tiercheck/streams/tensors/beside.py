@@ -38,10 +38,12 @@ from tiercheck.streams.tensors.generators import (
 )
 from tiercheck.streams.tensors.storable import from_storable, to_storable
 
-__all__ = ["Beside", "End", "draws_batches", "steps_after"]
+__all__ = ["Beside", "End", "draws_batches", "is_users", "steps_after"]
 
 log = logging.getLogger(__name__)
 
+OUR_OWN = "tiercheck."
+"""How the names of what integrations themselves put among the user's objects begin."""
 HABIT_WITHIN = 64
 """Iterations. What a loop does twice within so many is a habit, and no end of an epoch."""
 
@@ -273,7 +275,7 @@ class Beside:
         :meth:`caveats` tells. Errors: ``Mismatch``; what an object raises."""
         here = {**self._after, **self._drawn_from}
         saved = {**state["after_step"], **state["stateful"]}
-        if missing := sorted(saved.keys() - here.keys()):
+        if missing := sorted(filter(is_users, saved.keys() - here.keys())):
             raise Mismatch(
                 f"the checkpoint holds the state of {', '.join(missing)}, which this job does not attach, so that it "
                 f"would be lost (attached: {', '.join(sorted(here)) or 'none'}): pass it under the same name, as "
@@ -282,7 +284,7 @@ class Beside:
         for name in here.keys() & saved.keys():
             here[name].load_state_dict(from_storable(saved[name]))
         self._loaded = {name: saved[name] for name in self._drawn_from if name in saved}
-        self._new = tuple(sorted(here.keys() - saved.keys()))
+        self._new = tuple(sorted(filter(is_users, here.keys() - saved.keys())))
 
     def step(self, name: str) -> None:
         """Step what was restored under this name, a scheduler."""
@@ -348,6 +350,11 @@ class Beside:
 
     def _drawn_random(self) -> dict[str, Any]:
         return random_state() if self._at_step is None else dict(self._at_step["random"])
+
+
+def is_users(name: str) -> bool:
+    """Whether the user gave the object of this name."""
+    return not name.startswith(OUR_OWN)
 
 
 def steps_after(value: Any) -> bool:

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.integrations.torch import bucket_order
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
+
+
+class LeftOver:
+    """What :func:`one_scale` keeps, by bucket."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, torch.Tensor] = {}
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        return self.of
+
+    def load_state_dict(self, state: dict[int, torch.Tensor]) -> None:
+        self.of = dict(state)
+
+
+def one_scale(left: LeftOver, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook, as PowerSGD is: what it makes of a number depends on the bucket that it lies in, and what
+    it has left over is added to that bucket's numbers the next time, in place."""
+    wanted = bucket.buffer() + left.of.get(bucket.index(), 0)
+    sent = wanted.sign() * wanted.abs().mean()
+    left.of.setdefault(bucket.index(), torch.empty_like(wanted)).copy_(wanted - sent)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(sent)
+    return future
+
+
+one_scale.__annotations__.update(
+    {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+)  # DDP compares them with types, and here they are text
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
@@ -122,14 +152,15 @@ def test_recording_does_not_walk_the_model_for_every_gradient(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"static_graph": True}, "static_graph=False does"), ({"hook": allreduce_hook}, "a communication hook")],
+    [({"static_graph": True}, "static_graph=False does"), ({"hook": True}, "the communication hook one_scale, whose")],
     ids=["static graph", "hook"],
 )
 def test_what_cannot_be_primed_is_told_and_left_alone(options: dict[str, Any], reason: str) -> None:
-    hook = options.pop("hook", None)
+    options = dict(options)
+    strange = options.pop("hook", False)
     ddp = wrapped(**options)
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
+    if strange:
+        ddp.register_comm_hook(LeftOver(), one_scale)
     order = BucketOrder(ddp)
     order.load_state_dict({"orders": [NAMES]})
     (caveat,) = order.caveats()
@@ -160,10 +191,11 @@ def test_what_does_not_depend_on_the_order_has_nothing_to_tell(monkeypatch: pyte
     assert BucketOrder(wrapped(find_unused_parameters=True)).stateful.keys() == BucketOrder(wrapped()).stateful.keys()
     half = wrapped()
     half.register_comm_hook(None, fp16_compress_hook)
-    assert BucketOrder(half).caveats()
+    assert "sums the gradients of the first step after a restart in another order" in BucketOrder(half).caveats()[0]
     assert BucketOrder(Crossed()).stateful == {}
     monkeypatch.setattr(bucket_order, "RANKS_MIN", 3)
     assert BucketOrder(wrapped()).stateful == {}, "the sum of two is the same either way"
+    assert BucketOrder(half).stateful == {}, "each number is rounded for itself"
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -196,3 +228,53 @@ def test_gradients_outside_of_the_buckets_are_not_looked_at() -> None:
     order = BucketOrder(torch.nn.Sequential(ddp))
     ddp(torch.ones(2, 4)).sum().backward()
     assert order.state_dict()["kept"] == [False]
+
+
+@pytest.mark.parametrize("ranks_min", [1, 3])
+@pytest.mark.parametrize("cap", [1e-4, 25])
+def test_a_communication_hook_goes_on_with_what_it_had_left_over(
+    cap: float, ranks_min: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_order, "RANKS_MIN", ranks_min)  # what a bucket becomes depends on no number of ranks
+
+    def job() -> tuple[DistributedDataParallel, LeftOver, torch.optim.Optimizer, BucketOrder]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=cap)
+        left = LeftOver()
+        ddp.register_comm_hook(left, one_scale)
+        return ddp, left, torch.optim.SGD(ddp.parameters(), lr=0.1), BucketOrder(ddp, [left])
+
+    def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            ddp(torch.arange(8.0).reshape(2, 4) * step).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ddp, left, optimizer, order = job()
+    order.prime()
+    train(ddp, optimizer, range(1, 4))
+    saved = copy.deepcopy((ddp.state_dict(), left.state_dict(), order.state_dict()))
+    train(ddp, optimizer, range(4, 7))
+    again, left_again, optimizer, order = job()
+    for each, state in zip((again, left_again, order), saved, strict=True):
+        each.load_state_dict(state)
+    assert order.caveats() == []
+    order.prime()
+    assert all(torch.equal(left_again.of[index], each) for index, each in saved[1].items())
+    train(again, optimizer, range(4, 7))
+    assert all(each.isfinite().all() for each in ddp.parameters())
+    for ours, theirs in zip(again.parameters(), ddp.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_a_hook_that_looks_at_whole_buckets_finds_anew_is_told_on_two_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bucket_order, "RANKS_MIN", 3)
+    ddp = wrapped()
+    left = LeftOver()
+    ddp.register_comm_hook(left, one_scale)
+    for given, why in (([], "one_scale, whose state is not in stateful="), ([left], "was not recorded")):
+        (caveat,) = BucketOrder(ddp, given).caveats()
+        assert "puts the gradients of the first step after a restart into other buckets" in caveat
+        assert why in caveat

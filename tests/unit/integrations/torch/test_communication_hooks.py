@@ -48,7 +48,8 @@ def test_a_recovery_names_the_hook_whose_state_was_lost() -> None:
     *_, checkpointer = job(url)
     assert checkpointer.recovery is not None
     assert checkpointer.recovery.fidelity == "approximate"
-    (note,) = checkpointer.recovery.notes
+    buckets, note = checkpointer.recovery.notes
+    assert "into other buckets, which the communication hook powerSGD_hook, whose state is not in stateful=" in buckets
     assert "DDP's communication hook powerSGD_hook (PowerSGDState) is in no version, and begins anew" in note
     checkpointer.abort()
 
