@@ -15,6 +15,8 @@ class StepParts:
         self._begun = False
         """One of them has stepped, and the step is not done."""
         self._written = False
+        self.told = False
+        """Who has seen that a step cannot be replayed has said why."""
 
     def stepped(self) -> None:
         """One of them has: what is written from here to :meth:`look` is no part of the step."""
@@ -23,7 +25,7 @@ class StepParts:
 
     def cannot_be_replayed(self) -> None:
         """One of them has done what no replay of the gradients does."""
-        self._written = True
+        self._written = self.told = True
 
     def look(self) -> None:
         """The next one is about to step, or all have."""

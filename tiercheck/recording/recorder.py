@@ -470,7 +470,7 @@ class Recorder:
 
     async def _leave_out(self, version: int) -> None:
         """No differential leads to this version: it gets a base instead."""
-        if self._modes.copying.state is Copying.LAZY:
+        if self._modes.copying.state is Copying.LAZY and not self._parts.told:
             log.warning(
                 "before version %d something other than the attached optimizer's step wrote to parameters, or to what "
                 "the optimizer holds: a version after such a write gets a base instead of a differential, which takes "

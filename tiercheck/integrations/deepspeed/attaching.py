@@ -31,10 +31,10 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.integrations.draws import StepDraws
 from tiercheck.integrations.forgotten import refuse_forgotten_scheduler, scheduled_wrappers
 from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations
+from tiercheck.integrations.repeatability import Repeatability
 from tiercheck.integrations.replicas import Alike
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lost_stage import LostStage
@@ -196,7 +196,7 @@ class _Hooks:
         self._iterations: Iterations | None = None
         self._visited: set[str] = set()
         self._skipped_steps = 0
-        self._draws = StepDraws()
+        self._repeatability = Repeatability()
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
         self._forward_hook = provider.called.register_forward_pre_hook(uncompiled(self._before_forward))
         self._forget_calls = after_step(engine, self._step_returns), before_train_batch(engine, self._iteration_begins)
@@ -246,10 +246,10 @@ class _Hooks:
             self._replicas.check_step()
             gradients = self._owned.before_step(gradients)
         self._checkpointer.capture(self.provider.version, gradients)
-        self._draws.before(optimizer)
+        self._repeatability.before(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._checkpointer is not None and self._draws.drew():
+        if self._checkpointer is not None and self._repeatability.is_lost():
             self._checkpointer.cannot_be_replayed()
         if self._iterations is not None and self._visited and self._visited >= self.provider.expected():
             self._visited.clear()

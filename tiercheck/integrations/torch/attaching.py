@@ -32,10 +32,10 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.draws import StepDraws
 from tiercheck.integrations.forgotten import refuse_forgotten_scaler, refuse_forgotten_scheduler, scheduled_wrappers
 from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations
+from tiercheck.integrations.repeatability import Repeatability
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
@@ -230,7 +230,7 @@ class _Hooks:
         """Of the step that runs."""
         self._form_pass: FormPass | None = None
         """Until the first step of a job that goes on."""
-        self._draws = StepDraws()
+        self._repeatability = Repeatability()
         self._optimizer = optimizer
         self._step_hooks = {each: StepHooks(each, self._before_step, self._after_step) for each in parts_of(optimizer)}
         self._joint = JointSteps(provider, optimizer) if isinstance(optimizer, JointOptimizer) else None
@@ -315,7 +315,7 @@ class _Hooks:
         version = checkpointer.version + 1
         self.provider.after_loss.raise_rate(self._optimizer.param_groups, version)
         checkpointer.capture(version, gradients)
-        self._draws.before(optimizer)
+        self._repeatability.before(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is None:
@@ -324,7 +324,7 @@ class _Hooks:
         if self._closure is not None:
             closure, self._closure = self._closure, None  # it holds a batch
             closure.check_called()
-        if self._draws.drew():
+        if self._repeatability.is_lost():
             self._checkpointer.cannot_be_replayed()
         if self._owned is not None:
             self._owned.stepped()

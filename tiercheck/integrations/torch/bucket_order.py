@@ -105,7 +105,8 @@ class _Buckets:
     def __init__(self, ddp: DistributedDataParallel, saved: Sequence[Any]) -> None:
         ids = {id(each) for each in saved}
         self._unsaved = [hook for hook, state in hooks_of(ddp) if id(state) not in ids]
-        self._states = [(state, now(state)) for _, state in hooks_of(ddp) if id(state) in ids]
+        known = [state for _, state in hooks_of(ddp) if id(state) in ids and hasattr(state, "state_dict")]
+        self._states = [(state, now(state)) for state in known]  # what has no state_dict, Beside refuses
         """The hooks' states, each with what it was when the job attached."""
         self.order: list[str] | None = None
         """The parameters' names as their gradients came; ``None`` before the first iteration."""

@@ -350,6 +350,26 @@ def test_a_step_that_draws_random_numbers_leads_to_a_base(caplog: pytest.LogCapt
     assert caplog.text.count("the optimizer draws from the generators of torch in its step") == 3, "once a life"
 
 
+def test_a_step_that_takes_small_numbers_for_zero_leads_to_a_base(caplog: pytest.LogCaptureFixture) -> None:
+    """Only its thread does: what replays is another one, of another process."""
+    url, training = memory(), Training()
+    checkpointer = training.attach(Hierarchy.of(url), **ALL)
+    training.step(1)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        for version in (2, 3):
+            training.step(version)
+    finally:
+        torch.set_flush_denormal(False)
+    checkpointer.close()
+    recovery = Training().attach(Hierarchy.of(url), **ALL).recovery
+    assert recovery is not None
+    assert (recovery.point.anchor, recovery.version, recovery.fidelity) == (3, 3, "exact")
+    assert caplog.text.count("the step runs under torch.set_flush_denormal(True)") == 1
+    assert "something other than" not in caplog.text
+
+
 def test_a_loop_that_trains_with_another_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
     training = Training()
     with training.attach(Hierarchy.of(memory()), **ALL) as checkpointer:

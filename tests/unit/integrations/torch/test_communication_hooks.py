@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.training import memory
 from tiercheck.checkpointer import Checkpointer
+from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import Compression, attach, compressed_all_reduce
 from tiercheck.integrations.torch.communication_hooks import unsaved_states
@@ -52,6 +53,14 @@ def test_a_recovery_names_the_hook_whose_state_was_lost() -> None:
     assert "into other buckets, which the communication hook powerSGD_hook, whose state is not in stateful=" in buckets
     assert "DDP's communication hook powerSGD_hook (PowerSGDState) is in no version, and begins anew" in note
     checkpointer.abort()
+
+
+def test_a_hooks_state_that_cannot_be_saved_is_refused_by_name() -> None:
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    ddp = wrapped(powerSGD_hook, state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedSetup, match=r"hook \(PowerSGDState\) has no state_dict and load_state_dict"):
+        attach(ddp, optimizer, Hierarchy.of(memory()), stateful={"hook": state})
 
 
 def test_a_state_that_is_saved_and_hooks_without_one_are_none_of_them() -> None:
