@@ -144,9 +144,10 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
     """Open the tier at ``url``, ask it what it is, check that it keeps its word, and measure it for ``measure_s`` s (0:
     not at all).
 
-    All of it happens under a prefix of its own, which is removed again: a tier that a job uses is not disturbed, except
-    for the bandwidth. Opening does what it does for a job too: a directory that is missing is made, and what dead
-    writers left is reclaimed. Counting what the tier holds may list it, for 20 s at most.
+    All of it happens under a prefix of its own (in shared memory, in a namespace of its own), which is removed again: a
+    tier that a job uses is not disturbed, except for the bandwidth. Opening does what it does for a job too: a
+    directory that is missing is made, and what dead writers left is reclaimed. Counting what the tier holds may list
+    it, for 20 s at most.
 
     Errors: none of the tier's, and none for a URL that cannot be used; they are ``problems``.
     """
@@ -157,7 +158,7 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
         shown = parsed.text
         distribution = distribution_of(GROUP.find(entry_name(parsed.scheme)))
         async with scratch(url, "doctor") as place:
-            found.append(await diagnose(url, shown, distribution, place, measure_s))
+            found.append(await diagnose(shown, distribution, place, measure_s))
         return found[0]
     except TierCheckError as error:
         problem = Problem(f"{type(error).__name__}: {error}", advice_for(error))
@@ -184,10 +185,10 @@ ADVICE = {
 }
 
 
-async def diagnose(url: str, shown: str, distribution: str, place: Scratch, measure_s: float) -> Diagnosis:
-    driver = place.driver
+async def diagnose(shown: str, distribution: str, place: Scratch, measure_s: float) -> Diagnosis:
+    driver = place.tier
     usage = await usage_in_time(driver)
-    checks = await check_tier(place, make_driver(url))
+    checks = await check_tier(place, make_driver(place.url))
     points: list[Point] = []
     if measure_s > 0 and all(check.passed for check in checks):
         points = await measure_in_room(place, SIZES, (1,), 3, measure_s, usage)

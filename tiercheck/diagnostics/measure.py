@@ -103,7 +103,7 @@ async def measure(
         concurrency,
         repeats,
         budget_s,
-        await usage_in_time(place.driver),
+        await usage_in_time(place.tier),
         bytes_max=bytes_max,
         clock=clock,
     )

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tiercheck.errors import TierError, Transient
 from tiercheck.runtime.waiting import settled
@@ -37,6 +38,10 @@ class Scratch:
 
     driver: TierDriver
     prefix: str
+    url: TierURL
+    """The driver's."""
+    tier: TierDriver
+    """That of the tier that was asked for, open."""
 
     def key(self, name: str) -> str:
         return self.prefix + name
@@ -47,32 +52,53 @@ async def scratch(url: str, purpose: str) -> AsyncIterator[Scratch]:
     """Open the tier and go to work under ``tiercheck-PURPOSE-<16 hex digits>/``, which is removed at the end.
 
     No object that the tier holds is read or changed. Opening does what it does for a job: what dead writers left is
-    reclaimed, old uploads among it. A shared-memory namespace that was not there before goes again, with the memory
+    reclaimed, old uploads among it. In shared memory the place is a namespace of its own, since what a job's may hold
+    in all (``size=``) is the job's. A shared-memory namespace that was not there before goes again, with the memory
     that it keeps for reuse, unless somebody has put an object there meanwhile; a directory that opening made stays,
     empty. What a kill leaves behind lies under that prefix.
 
     Errors: the registry's and the driver's own, of opening and of deleting; ``Transient`` if opening, the removal
     or closing takes over a minute.
     """
-    with new_namespace_removed(TierURL.parse(url)):
-        async with opened(make_driver(url), purpose) as place:
-            yield place
+    parsed, name = TierURL.parse(url), f"tiercheck-{purpose}-{secrets.token_hex(8)}"
+    with new_namespace_removed(parsed):
+        async with opened(make_driver(parsed)) as tier:
+            apart = beside(parsed, name)
+            if apart is parsed:
+                async with emptied(Scratch(tier, f"{name}/", parsed, tier)) as place:
+                    yield place
+                return
+            with new_namespace_removed(apart):
+                async with opened(make_driver(apart)) as own, emptied(Scratch(own, f"{name}/", apart, tier)) as place:
+                    yield place
+
+
+def beside(url: TierURL, name: str) -> TierURL:
+    """Of shared memory the namespace ``name``, next to that of ``url``; else ``url``."""
+    if url.scheme != "shm":
+        return url
+    options = {option: value for option, value in url.options.items() if option not in ("size", "pool", "make")}
+    return TierURL(url.scheme, name, MappingProxyType(options))
 
 
 @asynccontextmanager
-async def opened(driver: TierDriver, purpose: str) -> AsyncIterator[Scratch]:
+async def opened(driver: TierDriver) -> AsyncIterator[TierDriver]:
     async with within(OPEN_S, driver, "opening it"):
         await driver.open()
     try:
-        place = Scratch(driver, f"tiercheck-{purpose}-{secrets.token_hex(8)}/")
-        try:
-            yield place
-        finally:
-            # Also when this task is being cancelled: the tier is as it was before anybody hears of it.
-            await settled(removed(place))
+        yield driver
     finally:
         async with within(CLOSE_S, driver, "closing it"):
             await driver.close()
+
+
+@asynccontextmanager
+async def emptied(place: Scratch) -> AsyncIterator[Scratch]:
+    try:
+        yield place
+    finally:
+        # Also when this task is being cancelled: the tier is as it was before anybody hears of it.
+        await settled(removed(place))
 
 
 async def removed(place: Scratch) -> None:

@@ -11,8 +11,10 @@ import pytest
 from tiercheck.diagnostics.measure import Point, curves, measure, measure_in_room, percentile, usage_in_time
 from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
-from tiercheck.testing.scratch import opened
+from tiercheck.testing.scratch import Scratch, emptied, opened
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.url import TierURL
 from tiercheck.types import Usage
 
 
@@ -21,6 +23,10 @@ def name() -> Iterator[str]:
     name = f"test-{secrets.token_hex(6)}"
     yield name
     MemoryDriver.forget(name)
+
+
+def here(driver: TierDriver) -> Scratch:
+    return Scratch(driver, "here/", TierURL.parse(driver.url), driver)
 
 
 def ticking(step_s: float = 0.001) -> Callable[[], float]:
@@ -101,7 +107,7 @@ async def test_a_tier_that_does_not_say_what_it_has_free_is_not_filled(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiercheck.diagnostics.measure.ROOM_UNKNOWN_BYTES", 10_000)
-    async with opened(MemoryDriver(name), "bench") as place:
+    async with opened(MemoryDriver(name)) as driver, emptied(here(driver)) as place:
         found = await measure_in_room(place, [1000, 4000], [1, 4], 2, 1000, None, clock=ticking())
     assert {(point.nbytes, point.concurrency) for point in found if point.operation == "put"} == {(1000, 1)}
 
@@ -126,7 +132,7 @@ async def test_usage_is_given_up_in_time_and_a_driver_s_own_time_out_is_not() ->
 async def test_what_the_tier_raises_ends_the_measurement_and_leaves_nothing(name: str) -> None:
     plan = FaultPlan.fail_call("get", lambda: Transient("injected"), nth=2)
     with pytest.raises(ExceptionGroup) as caught:
-        async with opened(FaultyDriver(MemoryDriver(name), plan), "bench") as place:
+        async with opened(FaultyDriver(MemoryDriver(name), plan)) as driver, emptied(here(driver)) as place:
             await measure(place, [10], [2], 3, 1000, clock=ticking())
     assert isinstance(caught.value.exceptions[0], Transient)
     async with MemoryDriver(name) as driver:

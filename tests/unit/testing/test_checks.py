@@ -14,7 +14,8 @@ from tiercheck.diagnostics import doctor
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
 from tiercheck.testing import checks
 from tiercheck.testing.describe import Option, describe
-from tiercheck.testing.scratch import PAGE, Scratch, opened, remove_all, scratch
+from tiercheck.testing.scratch import PAGE, Scratch, emptied, opened, remove_all, scratch
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
@@ -25,6 +26,10 @@ from tiercheck.types import Capabilities, ObjectInfo, Survives
 @pytest.fixture
 def name() -> str:
     return f"test-{secrets.token_hex(6)}"
+
+
+def here(driver: TierDriver) -> Scratch:
+    return Scratch(driver, "here/", TierURL.parse(driver.url), driver)
 
 
 async def test_scratch_is_removed_and_nothing_else(name: str) -> None:
@@ -78,7 +83,7 @@ class Unsteady(MemoryDriver):
 
 async def test_what_cannot_be_removed_at_once_is_removed_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Unsteady, "errors", [Transient("once"), Transient("twice")])
-    async with opened(Unsteady(name), "x") as place:
+    async with opened(Unsteady(name)) as driver, emptied(here(driver)) as place:
         await place.driver.put(place.key("a"), [b"x"])
     async with MemoryDriver(name) as driver:
         assert [info.key async for info in driver.list()] == []
@@ -87,8 +92,8 @@ async def test_what_cannot_be_removed_at_once_is_removed_later(name: str, monkey
 
 async def test_what_is_left_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Unsteady, "errors", [Unauthorized("no")])
-    with pytest.raises(TierError, match=r"delete what is left under tiercheck-x-[0-9a-f]{16}/: no"):
-        async with opened(Unsteady(name), "x") as place:
+    with pytest.raises(TierError, match=r"delete what is left under here/: no"):
+        async with opened(Unsteady(name)) as driver, emptied(here(driver)) as place:
             await place.driver.put(place.key("a"), [b"x"])
     MemoryDriver.forget(name)
 
@@ -111,7 +116,7 @@ async def test_a_diagnosis_outlives_what_it_leaves(name: str, monkeypatch: pytes
 
 
 async def test_more_than_a_page_is_removed(name: str) -> None:
-    async with opened(MemoryDriver(name), "x") as place:
+    async with opened(MemoryDriver(name)) as driver, emptied(here(driver)) as place:
         for n in range(PAGE + 1):
             await place.driver.put(place.key(str(n)), [b""])
         await remove_all(place.driver, place.prefix)
@@ -129,6 +134,22 @@ async def test_a_base_that_a_job_put_meanwhile_stays(name: str) -> None:
         async with ShmDriver(name, size=64 << 20) as job:
             assert [info.key async for info in job.list()] == ["g000001/base"]
             assert bytes(await job.get("g000001/base")) == b"precious"
+    finally:
+        remove_namespace(name)
+
+
+async def test_a_jobs_shared_memory_is_not_filled(name: str) -> None:
+    """What a job may keep there in all is its own: a save that finds it full ends the training."""
+    try:
+        async with ShmDriver(name, size=1 << 20) as job:
+            await job.put("g000001/base", [bytes(900_000)])
+            before = await job.usage()
+            async with scratch(f"shm://{name}", "x") as place:
+                await place.driver.put(place.key("a"), [bytes(8 << 20)])
+                assert await job.usage() == before
+                assert (await place.tier.usage()).used_bytes == before.used_bytes
+                assert place.url.text != job.url
+        assert not [info.name for info in namespaces() if info.name.startswith("tiercheck-x-")]
     finally:
         remove_namespace(name)
 
@@ -167,8 +188,9 @@ async def test_a_tier_that_does_not_answer_is_given_up(name: str, call: str, mon
 
     for deadline in ("OPEN_S", "REMOVAL_S", "CLOSE_S"):
         monkeypatch.setattr(f"tiercheck.testing.scratch.{deadline}", 0.05)
-    with pytest.raises(Transient, match=r"(opening it|removing what lies under tiercheck-x-\w+/|closing it) took over"):
-        async with opened(SilentDriver(name), "x") as place:
+    with pytest.raises(Transient, match=r"(opening it|removing what lies under here/|closing it) took over"):
+        driver = SilentDriver(name)
+        async with opened(driver), emptied(here(driver)) as place:
             await place.driver.put(place.key("a"), [b"x"])
     MemoryDriver.forget(name)
 
@@ -256,7 +278,7 @@ async def test_after_one_check_that_is_not_done_in_time_the_others_have_less(
     monkeypatch.setattr(checks, "LATE_S", 0.01)
     monkeypatch.setattr(checks, "CHECKS", [each for each in checks.CHECKS if each[0] in ("keys", "listing")] * 2)
     async with HangingDriver(name) as driver:
-        found = await checks.check_tier(Scratch(driver, "here/"), MemoryDriver(name), check_s=0.1)
+        found = await checks.check_tier(here(driver), MemoryDriver(name), check_s=0.1)
     MemoryDriver.forget(name)
     assert [(each.name, each.passed, each.late, each.message) for each in found if not each.passed] == [
         ("listing", False, True, "not done within 0.1 s"),
@@ -270,7 +292,7 @@ async def test_after_one_check_that_is_not_done_in_time_the_others_have_less(
 
 async def test_a_deadline_of_the_driver_s_is_not_the_check_s(name: str) -> None:
     async with ImpatientDriver(name) as driver:
-        found = await checks.check_tier(Scratch(driver, "here/"), MemoryDriver(name))
+        found = await checks.check_tier(here(driver), MemoryDriver(name))
     MemoryDriver.forget(name)
     (check,) = [each for each in found if each.name == "round trip"]
     assert (check.late, check.message) == (False, "a foreign TimeoutError reached the caller: mine")
