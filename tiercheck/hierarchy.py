@@ -143,6 +143,10 @@ class Hierarchy:
         )
         return replace(self, tiers=tuple(tiers))
 
+    def without_peer(self) -> Hierarchy:
+        """The hierarchy without those tiers."""
+        return replace(self, tiers=tuple(tier for tier in self.tiers if not _lacks_address(tier)))
+
     def resolved(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> Hierarchy:
         """The hierarchy of one rank, with every field of its URLs filled in. Errors: as :meth:`Tier.resolved`."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from tiercheck import schema
-from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
+from tiercheck.agent.client.endpoint import RankEndpoint, beside_neighbour
 from tiercheck.agent.client.node_agent import FindAgent, NodeAgent
 from tiercheck.agent.jobs.job_store import as_agent_opens
 from tiercheck.config import CheckpointConfig, int_of
@@ -348,8 +348,7 @@ class _Startup:
         ranks are told: why bases are not folded."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
-            endpoints = [schema.read(RankEndpoint, each) for each in nodes]
-            placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
+            placed = beside_neighbour(placed, ranks.rank, [schema.read(RankEndpoint, each) for each in nodes])
         self.trained.prepare([tier.codec for tier in placed.tiers if tier.codec and agent is None])
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]

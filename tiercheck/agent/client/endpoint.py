@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck import schema
 from tiercheck.errors import ConfigurationError
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.policy.peers import RankLocation, peer_of
 
-__all__ = ["RankEndpoint", "peer_address"]
+__all__ = ["RankEndpoint", "beside_neighbour", "peer_address"]
+
+log = logging.getLogger(__name__)
 
 EVERY_INTERFACE = ("0.0.0.0", "::", "*")
 
@@ -47,20 +51,33 @@ class RankEndpoint:
         return host.startswith("127.") or host in ("::1", "localhost")
 
 
-def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None]:
-    """``HOST:PORT`` and public key of the peer server that keeps the objects of ``rank``; ``ranks`` in rank order.
+def beside_neighbour(hierarchy: Hierarchy, rank: int, ranks: Sequence[RankEndpoint]) -> Hierarchy:
+    """The hierarchy with the neighbour's address, or without a neighbour's memory if the job has one node alone: it may
+    have lost the others, and have more again. Errors: as of :func:`peer_address`."""
+    address = peer_address(rank, ranks)
+    if address is not None:
+        return hierarchy.with_peer(*address)
+    if rank == 0:
+        all_ranks = f"all {len(ranks)} ranks are" if len(ranks) > 1 else "the only rank is"
+        log.warning(
+            "%s on one node (%s): there is no neighbour, and peer:// is left out until the job starts on more nodes "
+            "(TIERCHECK_NODE tells nodes apart that share a machine)",
+            all_ranks,
+            ranks[rank].node,
+        )
+    return hierarchy.without_peer()
 
-    Errors: ``ConfigurationError`` if all ranks are on one node, or nobody but its own machine can reach the peer.
+
+def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None] | None:
+    """``HOST:PORT`` and public key of the peer server that keeps the objects of ``rank``; ``ranks`` in rank order.
+    ``None`` if all ranks are on one node: there is no neighbour.
+
+    Errors: ``ConfigurationError`` if two nodes have one agent, or nobody but its own machine can reach the peer.
     """
     own = ranks[rank]
     peer = peer_of(rank, [RankLocation(each.node, each.domain) for each in ranks])
     if peer is None:
-        all_ranks = f"all {len(ranks)} ranks are" if len(ranks) > 1 else "the only rank is"
-        raise ConfigurationError(
-            f"the hierarchy has a peer:// tier, but {all_ranks} on one node ({own.node}): there is no "
-            "neighbour. Leave the tier out, or start the job on more nodes (TIERCHECK_NODE tells nodes apart that "
-            "share a machine)"
-        )
+        return None
     chosen = ranks[peer]
     if (chosen.host, chosen.endpoint) == (own.host, own.endpoint):
         raise ConfigurationError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tiercheck import schema
-from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
+from tiercheck.agent.client.endpoint import RankEndpoint, beside_neighbour, peer_address
 from tiercheck.errors import ConfigurationError
+from tiercheck.hierarchy import Hierarchy
 
 
 def rank_on(node: str, host: str = "here", endpoint: str | None = None, key: str | None = None) -> RankEndpoint:
@@ -22,9 +23,14 @@ def test_each_rank_gets_the_address_of_the_next_node() -> None:
     ]
 
 
-def test_one_node_has_no_neighbour() -> None:
-    with pytest.raises(ConfigurationError, match=r"all 2 ranks are on one node \(0\)"):
-        peer_address(0, [rank_on("0"), rank_on("0")])
+def test_one_node_has_no_neighbour_and_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+    hierarchy = Hierarchy.of("shm://run", "peer://run", "nvme:///shared/run?survives=rack")
+    ranks = [rank_on("0"), rank_on("0")]
+    left = [beside_neighbour(hierarchy, rank, ranks) for rank in range(2)]
+    assert [[each.url for each in one.tiers] for one in left] == [[hierarchy.tiers[0].url, hierarchy.tiers[2].url]] * 2
+    assert caplog.text.count("all 2 ranks are on one node (0): there is no neighbour, and peer:// is left out") == 1
+    assert not any(each.needs_peer for each in left)
+    assert "at=127.0.0.1" in beside_neighbour(hierarchy, 0, [rank_on("0"), rank_on("1")]).tiers[1].url
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:7", "[::1]:7", "localhost:7", "ipc:///run/peer-node.sock"])
