@@ -153,7 +153,7 @@ def check_nothing_is_lost(
     if failed:
         what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
     whole = past.seen_by_others | {rank for rank, each in enumerate(past.told) if each.sound > 0}
-    if past.seen_by_others and whole == set(range(len(past.told))):
+    if not lacking and past.seen_by_others and whole == set(range(len(past.told))):
         raise RecoveryError(
             f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
             "nodes where they were; have the agents there answer, so that it is read from them; or remove what is "

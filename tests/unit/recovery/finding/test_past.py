@@ -607,6 +607,18 @@ def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
         refusals.check_nothing_is_lost(past, restart=False)
 
 
+def test_what_is_on_other_ranks_nodes_is_no_advice_if_other_ranks_have_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """Each rank sees the other's newest shard, and of a third one, which another layout had, there is no base."""
+    seen = [[(0, ShardKey.differential(1, 9, 9, rank))] for rank in (1, 0)]
+    past = past_of(*seen, branches=[Branch(1, 0, 0, 2, "a" * 16)])
+    with pytest.raises(RecoveryError, match="have the agents there answer"):
+        refusals.check_nothing_is_lost(past, restart=True)
+    with pytest.raises(RecoveryError, match=r"no base of rank 2.*on_nothing_left="):
+        refusals.check_nothing_is_lost(past, restart=False, lacking="no base of rank 2")
+    refusals.check_nothing_is_lost(past, restart=True, lacking="no base of rank 2")
+    assert "They are given up, and training begins anew" in caplog.text
+
+
 def test_other_nodes_are_asked_only_if_the_ranks_own_memory_does_not_lead_to_the_newest_version() -> None:
     def shards(rank: int, last: int, generation: int = 1) -> list[ShardKey]:
         steps = (ShardKey.differential(generation, version, version, rank) for version in range(11, last + 1))
