@@ -14,7 +14,7 @@ from tiercheck.errors import TierCheckError
 from tiercheck.testing.checks import Check, check_tier
 from tiercheck.testing.describe import Description, describe
 from tiercheck.testing.scratch import Scratch, scratch
-from tiercheck.tiers.registry import GROUP, TierURL, entry_name, make_driver
+from tiercheck.tiers.registry import GROUP, TierURL, make_driver, registered
 from tiercheck.types import Capabilities, Survives, Usage, bytes_text
 
 __all__ = ["Diagnosis", "InstalledDriver", "Problem", "examine", "installed_drivers"]
@@ -156,7 +156,7 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
     try:
         parsed = TierURL.parse(url)
         shown = parsed.text
-        distribution = distribution_of(GROUP.find(entry_name(parsed.scheme)))
+        distribution = distribution_of(registered(parsed))
         async with scratch(url, "doctor") as place:
             found.append(await diagnose(shown, distribution, place, measure_s))
         return found[0]
@@ -186,8 +186,8 @@ ADVICE = {
 
 
 async def diagnose(shown: str, distribution: str, place: Scratch, measure_s: float) -> Diagnosis:
-    driver = place.tier
-    usage = await usage_in_time(driver)
+    driver = place.driver
+    usage = await usage_in_time(place.tier)
     checks = await check_tier(place, make_driver(place.url))
     points: list[Point] = []
     if measure_s > 0 and all(check.passed for check in checks):

@@ -141,8 +141,8 @@ def nothing_outlives_a_node(tiers: OpenHierarchy, world_size: int) -> str | None
         return None
     held = ", ".join(tier.name for tier in tiers.tiers)
     return (
-        f"no tier outlives the failure of a node ({held}): it would cost the run; add a neighbour's memory "
-        '(peer://NAME) or storage that all nodes reach, or say must_survive="process"'
+        f"no tier outlives the failure of a node ({held}): it would cost the run; add storage that all nodes reach or, "
+        'on two nodes or more, a neighbour\'s memory (peer://NAME), or say must_survive="process"'
     )
 
 

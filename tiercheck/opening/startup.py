@@ -346,7 +346,7 @@ class _Startup:
         """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier.
         ``sizes``, ``bound``: of every rank, and the processors that it may use. Returns the tiers, and what the other
         ranks are told: why bases are not folded."""
-        ranks, config = self.ranks, self.config
+        ranks, config, given = self.ranks, self.config, placed
         if placed.needs_peer:
             placed = beside_neighbour(placed, ranks.rank, [schema.read(RankEndpoint, each) for each in nodes])
         self.trained.prepare([tier.codec for tier in placed.tiers if tier.codec and agent is None])
@@ -357,7 +357,7 @@ class _Startup:
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, tiers.roles, together=self.trained.steps_together)
-        self.policies.check(placed, tiers)
+        self.policies.check(given, tiers)
         policies = self.policies
         wrapped = placed.tiers[0].wrap is not None
         shown = opens_elsewhere(tiers.first.capabilities.survives, wrapped=wrapped)

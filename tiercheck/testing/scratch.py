@@ -55,7 +55,7 @@ async def scratch(url: str, purpose: str) -> AsyncIterator[Scratch]:
     reclaimed, old uploads among it. In shared memory the place is a namespace of its own, since what a job's may hold
     in all (``size=``) is the job's. A shared-memory namespace that was not there before goes again, with the memory
     that it keeps for reuse, unless somebody has put an object there meanwhile; a directory that opening made stays,
-    empty. What a kill leaves behind lies under that prefix.
+    empty. What a kill leaves behind lies under that prefix, or in that namespace, which ``tiercheck gc`` removes.
 
     Errors: the registry's and the driver's own, of opening and of deleting; ``Transient`` if opening, the removal
     or closing takes over a minute.
@@ -77,7 +77,7 @@ def beside(url: TierURL, name: str) -> TierURL:
     """Of shared memory the namespace ``name``, next to that of ``url``; else ``url``."""
     if url.scheme != "shm":
         return url
-    options = {option: value for option, value in url.options.items() if option not in ("size", "pool", "make")}
+    options = {option: value for option, value in url.options.items() if option not in ("size", "make")}
     return TierURL(url.scheme, name, MappingProxyType(options))
 
 

@@ -6,6 +6,8 @@ package are registered the same way. Nothing is imported before a URL asks for i
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 from tiercheck.entry_points import EntryPointGroup, distribution_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.driver import TierDriver
@@ -19,6 +21,7 @@ __all__ = [
     "number_from",
     "open_driver",
     "parse_size",
+    "registered",
     "schemes",
     "seconds_from",
     "size_from",
@@ -42,18 +45,23 @@ def make_driver(url: str | TierURL) -> TierDriver:
     install), or the driver finds something wrong with the URL.
     """
     parsed = TierURL.parse(url) if isinstance(url, str) else url
-    name = entry_name(parsed.scheme)
-    if name not in schemes() and (other := called_here(name)):
-        raise ConfigurationError(f"there is no driver {name}://: {other}")
-    factory = GROUP.load(name)
+    entry = registered(parsed)
+    factory = GROUP.load(entry.name)
     driver = factory(parsed)
     if not isinstance(driver, TierDriver):
-        entry = GROUP.find(name)
         raise ConfigurationError(
             f"{entry.value!r} of {distribution_of(entry)} made a {type(driver).__name__} for {parsed.scheme}://, "
             f"not a TierDriver"
         )
     return driver
+
+
+def registered(url: TierURL) -> EntryPoint:
+    """What makes the driver. Errors: ``ConfigurationError`` if nothing does, or several would."""
+    name = entry_name(url.scheme)
+    if name not in schemes() and (other := called_here(name)):
+        raise ConfigurationError(f"there is no driver {name}://: {other}")
+    return GROUP.find(name)
 
 
 async def open_driver(url: str | TierURL) -> TierDriver:

@@ -162,6 +162,25 @@ def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_pat
         assert again.parameters() == training.states[7]
 
 
+def test_a_job_on_one_node_goes_on_without_a_neighbour(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have lost the others, and its script knows nothing of that: not its tiers, and not its policies."""
+    shm, durable = tiers(name, tmp_path).tiers
+    hierarchy = Hierarchy((shm, Tier(f"peer://{name}"), durable))
+    training = Training()
+    for first, last in ((0, 5), (5, 9)):
+        training = Training()
+        with training.attach(hierarchy, base_every=4, placement="bases_only?tier=peer") as checkpointer:
+            assert checkpointer.version == first
+            for version in range(first + 1, last + 1):
+                training.step(version)
+    assert caplog.text.count("there is no neighbour, and peer:// is left out until the job starts on more nodes") == 2
+    assert asyncio.run(held(f"nvme://{tmp_path}/durable"))
+    with pytest.raises(ConfigurationError, match="no tier survives a node failure, which must_survive asks for"):
+        Training().attach(Hierarchy.of(f"shm://{name}?size=64MiB", f"peer://{name}", must_survive="node"))
+
+
 def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="shm://NAME, not memory"):
         Training().attach(Hierarchy.of(memory()), mover="agent")

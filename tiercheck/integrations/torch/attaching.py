@@ -125,8 +125,9 @@ def attach(
         bares = [bare_optimizer(each) for each in given]
         refuse_hidden_powers(bares)
         bare = JointOptimizer(bares) if len(bares) > 1 else bares[0]
-        order = BucketOrder(model, [*(after_step or {}).values(), *(stateful or {}).values()])
+        order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
+        order.note_states(beside.given())
         only = scheduler if len(bares) == 1 else None  # of several, each has one of its own
         for one, as_given in zip(bares, given, strict=True):
             refuse_forgotten_scheduler((one, as_given, *scheduled_wrappers(one)), only, beside)

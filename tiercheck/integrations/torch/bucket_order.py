@@ -20,7 +20,7 @@ which must be among what the job saves, and is as it was restored again after th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.hooks import uncompiled
 from tiercheck.integrations.torch.all_reduce import compressed_all_reduce
+from tiercheck.integrations.torch.communication_hooks import carries_over
+from tiercheck.streams.tensors.generators import random_state, restore_random_state
 
 __all__ = ["BucketOrder"]
 
@@ -43,15 +46,20 @@ BY_NUMBER = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, def
 
 
 class BucketOrder:
-    """Of every ``DistributedDataParallel`` in a model. Saved and restored as ``stateful`` are. ``given``: what else the
-    job saves."""
+    """Of every ``DistributedDataParallel`` in a model. Saved and restored as ``stateful`` are."""
 
     NAME = "tiercheck.bucket_order"
 
-    def __init__(self, model: torch.nn.Module, given: Iterable[Any] = ()) -> None:
-        saved = tuple(given)
+    def __init__(self, model: torch.nn.Module) -> None:
         wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        self._buckets = [_Buckets(each, saved) for each in wrapped if depends_on_layout(each)]
+        self._buckets = [_Buckets(each) for each in wrapped if depends_on_layout(each)]
+
+    def note_states(self, given: Iterable[Any]) -> None:
+        """Before anything is restored. ``given``: what else the job saves. Errors: ``UnsupportedSetup`` for a hook's
+        state that cannot be had."""
+        ids = {id(each) for each in given}
+        for each in self._buckets:
+            each.note_states(ids)
 
     @property
     def stateful(self) -> dict[str, BucketOrder]:
@@ -102,12 +110,10 @@ def layout_changes(ddp: DistributedDataParallel) -> bool:
 class _Buckets:
     """Of one wrapper."""
 
-    def __init__(self, ddp: DistributedDataParallel, saved: Sequence[Any]) -> None:
-        ids = {id(each) for each in saved}
-        self._unsaved = [hook for hook, state in hooks_of(ddp) if id(state) not in ids]
-        known = [state for _, state in hooks_of(ddp) if id(state) in ids and hasattr(state, "state_dict")]
-        self._states = [(state, now(state)) for state in known]  # what has no state_dict, Beside refuses
-        """The hooks' states, each with what it was when the job attached."""
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._unsaved = hooks_of(ddp)
+        self._states: list[tuple[Any, Any]] = []
+        """The states of hooks that the job saves, each with what it was when the job attached."""
         self.order: list[str] | None = None
         """The parameters' names as their gradients came; ``None`` before the first iteration."""
         self.kept = False
@@ -116,6 +122,13 @@ class _Buckets:
         self._ddp = ddp
         self._coming: list[str] = []
         self._handles: list[RemovableHandle] = []
+
+    def note_states(self, saved: Collection[int]) -> None:
+        """``saved``: the ids of what the job saves."""
+        hooks = hooks_of(self._ddp)
+        self._unsaved = [(hook, state) for hook, state in hooks if id(state) not in saved]
+        if layout_changes(self._ddp):
+            self._states = [(state, now(state)) for _, state in hooks if id(state) in saved]
 
     def keeps(self) -> bool:
         """Whether there are gradients now, between two iterations, in the buckets; before they are put there, whether
@@ -128,8 +141,11 @@ class _Buckets:
 
     def prime(self) -> None:
         self._primed = True
-        if self.obstacle() is not None:
-            return
+        if self.obstacle() is None:
+            self._prepare()
+        self._states.clear()
+
+    def _prepare(self) -> None:
         if not layout_changes(self._ddp):
             if self.kept and not hooks_of(self._ddp):
                 self._run_stand_in([*self._parameters()])
@@ -160,8 +176,10 @@ class _Buckets:
         if ddp.mixed_precision is not None:
             return "which mixed_precision= leaves no way around; torch.autocast does"
         if self._unsaved:
-            name = getattr(self._unsaved[0], "__qualname__", type(self._unsaved[0]).__name__)
-            return f"which the communication hook {name}, whose state is not in stateful=, leaves no way around"
+            hook, state = self._unsaved[0]
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            why = "whose state is not in stateful=" if carries_over(state) else "which may keep something unseen"
+            return f"which the communication hook {name}, {why}, leaves no way around"
         hooked = [name for name, each in self._parameters().items() if has_hooks(each) and not self._handles]
         if hooked:
             return f"which hooks on parameters, such as that on {hooked[0]}, leave no way around"
@@ -210,6 +228,7 @@ class _Buckets:
         parameters = self._parameters()
         gradients = {name: each.grad for name, each in parameters.items()}
         model = ddp.module
+        generators = random_state()
         for each in parameters.values():
             each.grad = None
         try:
@@ -219,8 +238,12 @@ class _Buckets:
                 ddp.forward(torch.zeros((), device=parameters[order[0]].device)).backward()
         finally:
             ddp.module = model
-            for name, each in () if self.kept else parameters.items():
-                each.grad = gradients[name]
+            restore_random_state(generators)  # a hook may have drawn
+            for name, each in parameters.items():
+                if not self.kept:
+                    each.grad = gradients[name]
+                elif each.grad is not None:
+                    each.grad.zero_()  # a hook may have made something else of zeros
 
     @contextmanager
     def _as_attached(self) -> Iterator[None]:
@@ -237,7 +260,13 @@ class _Buckets:
 
 def now(state: Any) -> Any:
     """What it is now: its own tensors change."""
-    return copy.deepcopy(state.state_dict())
+    try:
+        return copy.deepcopy(state.state_dict())
+    except Exception as error:
+        raise UnsupportedSetup(
+            f"the state of DDP's communication hook ({type(state).__name__}) cannot be saved: its state_dict() failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def has_hooks(parameter: torch.nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.integrations.torch.all_reduce import Compression
 
-__all__ = ["unsaved_states"]
+__all__ = ["carries_over", "unsaved_states"]
 
 
 def carries_over(state: Any) -> bool:

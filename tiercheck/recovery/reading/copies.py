@@ -142,11 +142,14 @@ class Copies:
 
     def quarantine(self, source: Copy, cause: TierError) -> None:
         """Do not use this copy again."""
-        level = logging.INFO if isinstance(cause, Unusable) else logging.WARNING  # what is not damaged is refused later
-        log.log(level, "%s is not used from tier %s: %s", source.key, self.name(source), cause.message)
+        log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause.message)
         self.quarantined[source] = str(cause)
         if isinstance(cause, Unusable):
             self.unusable[source] = cause.message
+
+    def has_unusable(self, stream: Stream, version: int) -> bool:
+        """Whether a copy of it is whole, and of no use to this job."""
+        return any(each.key.stream is stream and version in each.key.versions for each in self.unusable)
 
     def _no_use(self) -> list[tuple[str, str, str]]:
         return [(str(source.key), self.name(source), why) for source, why in sorted(self.unusable.items())]

@@ -213,7 +213,7 @@ class Reader:
         while True:
             chosen = self.copies.choose(own, choice)
             if isinstance(chosen, Unreachable):
-                if not self.copies.unusable:  # else what is refused is not damage, and the ranks tell why
+                if not self.copies.has_unusable(chosen.stream, chosen.version):  # else the start is refused, and why
                     log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
                 self._let_go()
                 return None

@@ -18,10 +18,11 @@ from tiercheck.kernels.threads import run, split
 from tiercheck.streams.optimizers.optimizer import Array, Form, Function, ReplayableOptimizer, State
 from tiercheck.streams.optimizers.registry import find_optimizer
 
-__all__ = ["Replay", "Setting", "is_ready", "replay_for"]
+__all__ = ["Replay", "Setting", "flushes_denormals", "is_ready", "replay_for"]
 
 logger = logging.getLogger(__name__)
 
+SMALLEST = 5e-324
 WIDENED = 8 * 32704
 """Elements: 1 MiB of fp32 for each step, and whole tiles of :mod:`tiercheck.kernels.torch_tiles`."""
 
@@ -220,5 +221,4 @@ def function_of(form: Form, implementation: str, instruction_set: str) -> Functi
 
 def flushes_denormals() -> bool:
     """Whether the CPU takes denormals for zero in this thread (``torch.set_flush_denormal``, or a library on load)."""
-    smallest = np.full(1, 1e-45, np.float32)
-    return bool((smallest * np.float32(1)).view(np.uint32)[0] == 0)
+    return SMALLEST * 1.0 == 0.0

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.torch import bucket_order
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
@@ -242,7 +247,9 @@ def test_a_communication_hook_goes_on_with_what_it_had_left_over(
         ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=cap)
         left = LeftOver()
         ddp.register_comm_hook(left, one_scale)
-        return ddp, left, torch.optim.SGD(ddp.parameters(), lr=0.1), BucketOrder(ddp, [left])
+        order = BucketOrder(ddp)
+        order.note_states([left])
+        return ddp, left, torch.optim.SGD(ddp.parameters(), lr=0.1), order
 
     def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -275,6 +282,51 @@ def test_what_a_hook_that_looks_at_whole_buckets_finds_anew_is_told_on_two_ranks
     left = LeftOver()
     ddp.register_comm_hook(left, one_scale)
     for given, why in (([], "one_scale, whose state is not in stateful="), ([left], "was not recorded")):
-        (caveat,) = BucketOrder(ddp, given).caveats()
+        order = BucketOrder(ddp)
+        order.note_states(given)
+        (caveat,) = order.caveats()
         assert "puts the gradients of the first step after a restart into other buckets" in caveat
         assert why in caveat
+
+
+def test_a_hook_without_a_state_may_keep_something_unseen() -> None:
+    ddp = wrapped()
+    ddp.register_comm_hook(None, fp16_compress_wrapper(allreduce_hook))
+    order = BucketOrder(ddp)
+    order.note_states([])
+    assert "which may keep something unseen, leaves no way around" in order.caveats()[0]
+
+
+def test_what_a_hook_makes_of_the_stand_ins_zeros_is_nowhere_afterwards() -> None:
+    """It draws random numbers, and makes something else of nothing."""
+
+    def noise(left: LeftOver, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() + torch.randn(bucket.buffer().shape))
+        return future
+
+    noise.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+    ddp = wrapped(gradient_as_bucket_view=True)
+    left = LeftOver()
+    ddp.register_comm_hook(left, noise)
+    order = BucketOrder(ddp)
+    order.note_states([left])
+    order.load_state_dict({"orders": [NAMES], "kept": [True]})
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    order.prime()
+    assert torch.equal(torch.get_rng_state(), before)
+    gradients = [each.grad for each in ddp.module.parameters() if each.requires_grad]
+    assert all(each is not None and not each.any() for each in gradients)
+
+
+def test_a_hooks_state_that_fails_is_named() -> None:
+    class Broken(LeftOver):
+        def state_dict(self) -> dict[int, torch.Tensor]:
+            raise NotImplementedError("not yet")
+
+    ddp = wrapped()
+    left = Broken()
+    ddp.register_comm_hook(left, one_scale)
+    with pytest.raises(UnsupportedSetup, match=r"hook \(Broken\) cannot be saved: .* NotImplementedError: not yet"):
+        BucketOrder(ddp).note_states([left])

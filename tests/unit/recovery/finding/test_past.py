@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -495,7 +494,6 @@ def test_a_copy_of_no_use_is_not_forgotten_when_the_store_is_asked_again(
     store.objects[key] = replace(whole, content=content)
     held = set(store.objects)
     cluster.config = SOON
-    caplog.set_level(logging.INFO)
     trouble.says = lambda call: None if "is not used from tier" in caplog.text else Transient("503 the store is down")
     for outcome in cluster.run(10):
         assert isinstance(outcome, Mismatch)
