@@ -161,12 +161,9 @@ class _Buckets:
         if obstacle is None and self.order is not None and self._is_of_these(self.order):
             return None
         because = obstacle or "and in which order the interrupted process did was not recorded"
-        what = (
-            "puts the gradients of the first step after a restart into other buckets"
-            if hooks_of(self._ddp)
-            else ("sums the gradients of the first step after a restart in another order")
-        )
-        return f"DDP {what}, {because}"
+        if hooks_of(self._ddp):
+            return f"DDP puts the gradients of the first step after a restart into other buckets, {because}"
+        return f"DDP sums the gradients of the first step after a restart in another order, {because}"
 
     def obstacle(self) -> str | None:
         """What may tell the stand-in from the model, or change by it."""
