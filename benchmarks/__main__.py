@@ -1,4 +1,4 @@
-"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``,
+"""``python -m benchmarks tiers``, ``soak``, ``lives``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``,
 ``overhead``, ``recover`` and ``checkfree``."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from benchmarks import measure
 from benchmarks.checkfree import command as checkfree
 from benchmarks.fidelity import command as fidelity
 from benchmarks.kernels import command as kernels
+from benchmarks.lives import command as lives
 from benchmarks.overhead import command as overhead
 from benchmarks.peers import command as peers
 from benchmarks.recover import command as recover
@@ -37,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     commands = found.add_subparsers(dest="command", required=True)
     measure.add_command(commands.add_parser("tiers", help="what the tiers reach, against what the machine allows"))
     soak.add_command(commands.add_parser("soak", help="races under faults, and an account of what was lost"))
+    lives.add_command(
+        commands.add_parser("lives", help="training loops that are killed, and whether all bits are back")
+    )
     kernels.add_command(commands.add_parser("kernels", help="what the kernels reach, against what the machine allows"))
     fidelity.add_command(commands.add_parser("fidelity", help="what a recovery by each codec restores"))
     scale.add_command(commands.add_parser("scale", help="what each step costs one rank of so many"))

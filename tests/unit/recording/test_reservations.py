@@ -311,7 +311,6 @@ def test_a_base_waits_for_memory_that_others_hold_when_it_is_made(
     assert recovered(url) == (3, training.states[3])
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(("on_save_error", "looks"), [("warn", 1), ("fail", 10**6)])
 def test_a_base_whose_memory_others_keep_is_a_failed_save(
     monkeypatch: pytest.MonkeyPatch, on_save_error: str, looks: int
