@@ -15,13 +15,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchmarks.report import progress
 from tiercheck.errors import NotFound
+from tiercheck.tiers.shm.namespaces import remove_namespace
+
+if TYPE_CHECKING:
+    from benchmarks.lives.life import Entry
 
 __all__ = ["add_command"]
 
@@ -29,6 +32,12 @@ LIFE_S_MAX = 180.0
 LATE_S_MAX = 3.0
 """How long the other ranks of a job may go on after one of them was killed."""
 POLL_S = 0.001
+LATER_S = (0.002, 0.01, 0.05)
+"""A kill comes up to so long after an iteration was written down: at its end, in the next one, or in a later one."""
+ONE_KILLED = 0.3
+"""How often one rank is killed, and not all."""
+MEMORY_LOST = 0.3
+"""How often the node's memory goes with them."""
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -86,112 +95,101 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lived(name: str, settings: Settings) -> Outcome:
     """All lives of a loop."""
-    from tiercheck.tiers.shm.namespaces import remove_namespace
-
-    drawn = random.Random(f"{settings.seed} {name}")
-    memory, outcome = f"lives-{secrets.token_hex(6)}", Outcome(name)
-    try:
-        with tempfile.TemporaryDirectory(prefix="lives-") as folder:
-            directory = Path(folder)
-            Lives(name, settings, directory, memory, drawn, outcome).run()
-    finally:
-        with suppress(NotFound):
-            remove_namespace(memory)
-    return outcome
+    with tempfile.TemporaryDirectory(prefix="lives-") as folder:
+        lives = Lives(name, settings, Path(folder))
+        try:
+            return lives.run()
+        finally:
+            lives.lose_memory()
 
 
 class Lives:
     """Of one loop, one after the other."""
 
-    def __init__(
-        self,
-        name: str,
-        settings: Settings,
-        directory: Path,
-        memory: str,
-        drawn: random.Random,
-        outcome: Outcome,
-    ) -> None:
+    def __init__(self, name: str, settings: Settings, directory: Path) -> None:
         from benchmarks.lives.loops import LOOPS
 
-        self._loop, self._name = LOOPS[name], name
+        self._name, self._ranks = name, LOOPS[name].ranks
         self._settings = settings
         self._directory = directory
-        self._memory = memory
-        self._drawn = drawn
-        self._outcome = outcome
+        self._memory = f"lives-{secrets.token_hex(6)}"
+        self._drawn = random.Random(f"{settings.seed} {name}")
+        self._outcome = Outcome(name)
 
-    def run(self) -> None:
+    def run(self) -> Outcome:
+        outcome = self._outcome
         undisturbed, ended = self._life("undisturbed", None, kill_after=None)
         if not ended:
-            self._outcome.failure = self._error("undisturbed")
-            return
+            outcome.failure = self._error("undisturbed")
+            return outcome
         expected = [{each.version: each for each in rank} for rank in undisturbed]
         tiers = [f"shm://{self._memory}?size=64MiB", f"nvme://{self._directory}/durable?survives=rack"]
         trained, ended = 0, False
-        while not ended and not self._outcome.failure:
-            life = f"life{self._outcome.lives}"
-            left = max(1, self._settings.versions - trained)
-            early = self._outcome.lives < self._settings.kills
-            kill_after = self._drawn.randint(1, max(1, left // 2)) if early else None
-            if self._outcome.lives and self._drawn.random() < 0.3:
-                self._lose_memory()
+        while not ended and not outcome.failure:
+            life = f"life{outcome.lives}"
+            early = outcome.lives < self._settings.kills
+            kill_after = self._drawn.randint(1, max(1, (self._settings.versions - trained) // 2)) if early else None
+            if outcome.lives and self._drawn.random() < MEMORY_LOST:
+                outcome.memory_lost += self.lose_memory()
             found, ended = self._life(life, tiers, kill_after)
-            if not ended and kill_after is None:
-                self._outcome.failure = self._error(life)
-            self._compare(life, found, expected, trained)
+            if not ended and not early:
+                outcome.failure = self._error(life)
+            self._note_recovery(found[0], trained)
+            if "approximate" not in outcome.recoveries:  # what follows such a one may differ, in later lives, too
+                outcome.failure = outcome.failure or self._difference(life, found, expected)
             trained = max((each.version for each in found[0]), default=trained)
-            self._outcome.lives += 1
+            outcome.lives += 1
+        return outcome
 
-    def _lose_memory(self) -> None:
-        from tiercheck.tiers.shm.namespaces import remove_namespace
-
-        with suppress(NotFound):
+    def lose_memory(self) -> bool:
+        """Whether there was any."""
+        try:
             remove_namespace(self._memory)
-            self._outcome.memory_lost += 1
+        except NotFound:
+            return False
+        return True
 
-    def _compare(
-        self, life: str, found: Sequence[Sequence[Any]], expected: Sequence[Mapping[int, Any]], trained: int
-    ) -> None:
-        for rank, each in enumerate(found):
-            for entry in each:
-                if entry.fidelity and rank == 0:
-                    self._outcome.recoveries[entry.fidelity] = self._outcome.recoveries.get(entry.fidelity, 0) + 1
-                    self._outcome.lost.append(max(0, trained - entry.version))
-                if entry.fidelity == "approximate":
-                    return  # what follows may differ, and it says so
+    def _note_recovery(self, entries: Sequence[Entry], trained: int) -> None:
+        for entry in entries:
+            if entry.fidelity:
+                self._outcome.recoveries[entry.fidelity] = self._outcome.recoveries.get(entry.fidelity, 0) + 1
+                self._outcome.lost.append(max(0, trained - entry.version))
+
+    def _difference(self, life: str, found: Sequence[Sequence[Entry]], expected: Sequence[Mapping[int, Entry]]) -> str:
+        """The first one from the undisturbed run, in words; empty if there is none."""
+        for rank, entries in enumerate(found):
+            for entry in entries:
                 wanted = expected[rank][entry.version]
-                same_loss = not entry.loss or entry.loss == wanted.loss
-                if not self._outcome.failure and (entry.digest != wanted.digest or not same_loss):
+                if entry.digest != wanted.digest or entry.loss not in ("", wanted.loss):
                     what = "was restored, called exact," if entry.fidelity else "was trained"
-                    self._outcome.failure = f"version {entry.version} of rank {rank} {what} in {life} with other bits"
+                    return f"version {entry.version} of rank {rank} {what} in {life} with other bits"
+        return ""
 
-    def _life(self, life: str, tiers: Sequence[str] | None, kill_after: int | None) -> tuple[list[list[Any]], bool]:
+    def _life(self, life: str, tiers: Sequence[str] | None, kill_after: int | None) -> tuple[list[list[Entry]], bool]:
         """What each rank wrote, and whether all came to their end. ``kill_after``: so many entries of rank 0."""
         from benchmarks.lives.life import entries
 
-        logs = [self._directory / f"{life}-{rank}.jsonl" for rank in range(self._loop.ranks)]
+        logs = [self._directory / f"{life}-{rank}.jsonl" for rank in range(self._ranks)]
         forked = multiprocessing.get_context("fork")
-        ranks = [
-            forked.Process(
-                target=train, args=(self._name, self._settings, self._directory, life, rank, logs[rank], tiers)
-            )
-            for rank in range(self._loop.ranks)
-        ]
-        for each in ranks:
-            each.start()
-        until = time.monotonic() + LIFE_S_MAX
-        while any(each.is_alive() for each in ranks) and time.monotonic() < until:
-            if kill_after is not None and len(entries(logs[0])) >= kill_after:
-                time.sleep(self._drawn.random() * self._drawn.choice([0.002, 0.01, 0.05]))
-                one = self._drawn.random() < 0.3
-                for each in [self._drawn.choice(ranks)] if one else ranks:
+        given = self._name, self._settings, self._directory, life, tiers
+        ranks = [forked.Process(target=train, args=(*given, rank, log)) for rank, log in enumerate(logs)]
+        try:
+            for each in ranks:
+                each.start()
+            until = time.monotonic() + LIFE_S_MAX
+            while any(each.is_alive() for each in ranks) and time.monotonic() < until:
+                if kill_after is not None and len(entries(logs[0])) >= kill_after:
+                    time.sleep(self._drawn.random() * self._drawn.choice(LATER_S))
+                    one = self._drawn.random() < ONE_KILLED
+                    for each in [self._drawn.choice(ranks)] if one else ranks:
+                        each.kill()
+                    kill_after, until = None, min(until, time.monotonic() + LATE_S_MAX)
+                time.sleep(POLL_S)
+        finally:
+            for each in ranks:
+                if each.pid is not None:
                     each.kill()
-                kill_after, until = None, min(until, time.monotonic() + LATE_S_MAX)
-            time.sleep(POLL_S)
-        for each in ranks:
-            each.kill()
-            each.join()
+                    each.join()
         return [entries(log) for log in logs], all(each.exitcode == 0 for each in ranks)
 
     def _error(self, life: str) -> str:
@@ -200,7 +198,7 @@ class Lives:
 
 
 def train(
-    name: str, settings: Settings, directory: Path, life: str, rank: int, log: Path, tiers: Sequence[str] | None
+    name: str, settings: Settings, directory: Path, life: str, tiers: Sequence[str] | None, rank: int, log: Path
 ) -> None:
     """One rank of one life, in a process of its own."""
     import torch
@@ -218,6 +216,6 @@ def train(
         hierarchy = None if tiers is None else Hierarchy.of(*tiers)
         config = CheckpointConfig(base_every=settings.base_every, bases=settings.bases, deadline_s=60.0)
         loop.run(Life(log, rank, settings.versions, hierarchy, config))
-    except BaseException:
+    except Exception:
         (directory / f"{life}-{rank}.error").write_text(traceback.format_exc())
         raise

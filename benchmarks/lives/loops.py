@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.lives.life import Life
 
@@ -54,6 +55,10 @@ def backward(loss: Any) -> None:
     loss.backward()
 
 
+def mean_square(model: nn.Module, data: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(model(data), wanted)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -63,26 +68,29 @@ def plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    scheduler: Any = None,
-    before_step: Callable[[], object] = lambda: None,
-    after_step: Callable[[int], object] = lambda version: None,
-    dtype: torch.dtype = torch.float32,
+    loss_of: Callable[[int], torch.Tensor] | None = None,
+    step: Callable[[torch.Tensor, int], object] | None = None,
+    behind_step: Callable[[int], object] = lambda version: None,
+    keeps_gradients: bool = False,
+    beside: Iterable[Any] = (),
+    **options: Any,
 ) -> None:
-    """The loop that everybody knows."""
-    beside = [] if scheduler is None else [scheduler]
-    with life.attached(model, optimizer, beside=beside, scheduler=scheduler) as checkpointer:
+    """The loop that everybody knows. By default the loss is that of the version's batch, and ``step`` is the backward
+    pass and the optimizer's step. ``beside``, ``options``: as of :meth:`Life.attached`."""
+
+    def usual_loss(version: int) -> torch.Tensor:
+        return mean_square(model, *batch(version, life.rank))
+
+    def usual_step(loss: torch.Tensor, version: int) -> None:
+        backward(loss)
+        optimizer.step()
+
+    with life.attached(model, optimizer, beside=beside, **options) as checkpointer:
         for version in range(checkpointer.version + 1, life.versions + 1):
-            data, wanted = (each.to(dtype) for each in batch(version, life.rank))
-            loss = functional.mse_loss(model(data), wanted)
-            backward(loss)
-            before_step()
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(scheduler, schedulers.ReduceLROnPlateau):
-                scheduler.step(loss.item())
-            elif scheduler is not None:
-                scheduler.step()
-            after_step(version)
+            loss = (loss_of or usual_loss)(version)
+            (step or usual_step)(loss, version)
+            optimizer.zero_grad(set_to_none=not keeps_gradients)
+            behind_step(version)
             life.record(version, loss)
             checkpointer.end_iteration()
 
@@ -119,7 +127,11 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 def with_optimizer(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Loop:
     def run(life: Life) -> None:
         model = perceptron().to(dtype)
-        plain(life, model, make(model.parameters()), dtype=dtype)
+
+        def loss_of(version: int) -> torch.Tensor:
+            return mean_square(model, *(each.to(dtype) for each in batch(version)))
+
+        plain(life, model, make(model.parameters()), loss_of=loss_of)
 
     return Loop(run)
 
@@ -128,7 +140,14 @@ def with_scheduler(make: Callable[[torch.optim.Optimizer], Any]) -> Loop:
     def run(life: Life) -> None:
         model = perceptron()
         optimizer = adamw(model)
-        plain(life, model, optimizer, scheduler=make(optimizer))
+        scheduler = make(optimizer)
+
+        def step(loss: torch.Tensor, version: int) -> None:
+            backward(loss)
+            optimizer.step()
+            scheduler.step(*([loss.item()] if isinstance(scheduler, schedulers.ReduceLROnPlateau) else []))
+
+        plain(life, model, optimizer, step=step, beside=[scheduler], scheduler=scheduler)
 
     return Loop(run)
 
@@ -142,7 +161,14 @@ LOOPS |= {f"scheduler-{name}": with_scheduler(make) for name, make in SCHEDULERS
 @loop
 def clipped(life: Life) -> None:
     model = perceptron()
-    plain(life, model, adamw(model), before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    optimizer = adamw(model)
+
+    def step(loss: torch.Tensor, version: int) -> None:
+        backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    plain(life, model, optimizer, step=step)
 
 
 @loop
@@ -168,11 +194,11 @@ def thawed(life: Life) -> None:
     """Its first layer is trained every third iteration alone."""
     model = perceptron()
 
-    def freeze(version: int) -> None:
+    def loss_of(version: int) -> torch.Tensor:
         model[0].requires_grad_(version % 3 == 0)
+        return mean_square(model, *batch(version))
 
-    freeze(0)
-    plain(life, model, adamw(model), after_step=freeze)
+    plain(life, model, adamw(model), loss_of=loss_of)
 
 
 @loop
@@ -185,7 +211,7 @@ def pruned(life: Life) -> None:
             for each in model.parameters():
                 each.mul_(each.abs() > 1e-3)
 
-    plain(life, model, adamw(model), after_step=prune)
+    plain(life, model, adamw(model), behind_step=prune)
 
 
 @loop
@@ -197,59 +223,43 @@ def moments_cleared(life: Life) -> None:
         if version % 7 == 0:
             optimizer.state.clear()
 
-    plain(life, model, optimizer, after_step=clear)
+    plain(life, model, optimizer, behind_step=clear)
 
 
 @loop
 def denormals_flushed(life: Life) -> None:
-    """Its thread takes numbers for zero that others do not."""
+    """After it has attached, its thread takes numbers for zero that others do not."""
     model = perceptron()
-    optimizer = adamw(model)
-    with life.attached(model, optimizer) as checkpointer:
+
+    def tiny_loss(version: int) -> torch.Tensor:
         torch.set_flush_denormal(True)
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            data, wanted = batch(version)
-            loss = functional.mse_loss(model(data), wanted) * 1e-19
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            life.record(version, loss)
-            checkpointer.end_iteration()
+        return mean_square(model, *batch(version)) * 1e-19
+
+    plain(life, model, adamw(model), loss_of=tiny_loss)
 
 
 @loop
 def accumulated(life: Life) -> None:
-    """As many passes as come, and never the same number of them."""
+    """Of one to three passes an iteration."""
     model = perceptron()
-    optimizer = adamw(model)
-    with life.attached(model, optimizer) as checkpointer:
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            loss = torch.zeros(())
-            for part in range(1 + version % 3):
-                data, wanted = batch(version, part=part)
-                loss = functional.mse_loss(model(data), wanted)
-                backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            life.record(version, loss)
-            checkpointer.end_iteration()
+
+    def last_of_several(version: int) -> torch.Tensor:
+        for part in range(1, 1 + version % 3):
+            backward(mean_square(model, *batch(version, part=part)))
+        return mean_square(model, *batch(version))
+
+    plain(life, model, adamw(model), loss_of=last_of_several)
 
 
 @loop
 def averaged(life: Life) -> None:
     model = perceptron()
-    optimizer = adamw(model)
-    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda held, new, count: 0.9 * held + 0.1 * new)
-    with life.attached(model, optimizer, beside=[average], after_step={"average": average}) as checkpointer:
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            data, wanted = batch(version)
-            loss = functional.mse_loss(model(data), wanted)
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(model)
-            life.record(version, loss)
-            checkpointer.end_iteration()
+    average = AveragedModel(model, avg_fn=lambda held, new, count: 0.9 * held + 0.1 * new)
+
+    def update(version: int) -> None:
+        average.update_parameters(model)
+
+    plain(life, model, adamw(model), behind_step=update, beside=[average], after_step={"average": average})
 
 
 @loop
@@ -258,41 +268,33 @@ def scaled(life: Life) -> None:
     model = perceptron()
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-    with life.attached(model, optimizer, beside=[scaler], scaler=scaler) as checkpointer:
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            data, wanted = batch(version)
-            loss = functional.mse_loss(model(data), wanted) * (float("inf") if version % 6 == 5 else 1.0)
-            backward(scaler.scale(loss))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            life.record(version, loss)
-            checkpointer.end_iteration()
+
+    def step(loss: torch.Tensor, version: int) -> None:
+        backward(scaler.scale(loss) * (float("inf") if version % 6 == 5 else 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+    plain(life, model, optimizer, step=step, beside=[scaler], scaler=scaler)
 
 
 @loop
 def validated(life: Life) -> None:
-    """Every fourth iteration it looks at other data, and keeps what was best."""
+    """Every fourth iteration it looks at other data, and keeps what was best there."""
     model = perceptron()
-    optimizer = adamw(model)
-    best = torch.optim.swa_utils.AveragedModel(model)  # whatever has a state will do
-    with life.attached(model, optimizer, beside=[best], after_step={"best": best}) as checkpointer:
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            data, wanted = batch(version)
-            loss = functional.mse_loss(model(data), wanted)
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            if version % 4 == 0:
-                model.eval()
-                with torch.no_grad():
-                    if functional.mse_loss(model(data), wanted) < loss:
-                        best.load_state_dict(
-                            {**best.state_dict(), **{f"module.{k}": v for k, v in model.state_dict().items()}}
-                        )
-                model.train()
-            life.record(version, loss)
-            checkpointer.end_iteration()
+    best = AveragedModel(model).eval()  # it holds a copy, and a count of how often that was replaced
+
+    def validate(version: int) -> None:
+        if version % 4:
+            return
+        model.eval()
+        with torch.no_grad():
+            now, before = (mean_square(each, *batch(0, part=1)) for each in (model, best))
+            if now < before:
+                best.module.load_state_dict(model.state_dict())
+                best.n_averaged += 1
+        model.train()
+
+    plain(life, model, adamw(model), behind_step=validate, beside=[best], after_step={"best": best})
 
 
 @loop
@@ -326,20 +328,15 @@ def ddp(life: Life) -> None:
 
 @on_two_ranks
 def ddp_accumulated(life: Life) -> None:
+    """Of two passes, one of them unsynchronised; gradients stay in DDP's buckets."""
     model = DistributedDataParallel(perceptron(), gradient_as_bucket_view=True)
-    optimizer = adamw(model)
-    with life.attached(model, optimizer) as checkpointer:
-        for version in range(checkpointer.version + 1, life.versions + 1):
-            with model.no_sync():
-                data, wanted = batch(version, life.rank, part=1)
-                backward(functional.mse_loss(model(data), wanted))
-            data, wanted = batch(version, life.rank)
-            loss = functional.mse_loss(model(data), wanted)
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            life.record(version, loss)
-            checkpointer.end_iteration()
+
+    def last_of_two(version: int) -> torch.Tensor:
+        with model.no_sync():
+            backward(mean_square(model, *batch(version, life.rank, part=1)))
+        return mean_square(model, *batch(version, life.rank))
+
+    plain(life, model, adamw(model), loss_of=last_of_two, keeps_gradients=True)
 
 
 @on_two_ranks

@@ -64,6 +64,31 @@ def test_what_differs_or_fails_is_told(
     assert found in str(line["failure"])
 
 
+def late(life: Life) -> None:
+    """It writes to its parameters when the version is saved, which a recovery says."""
+    model = perceptron()
+    optimizer = adamw(model)
+    with life.attached(model, optimizer) as checkpointer:
+        for version in range(checkpointer.version + 1, life.versions + 1):
+            loss = model(batch(version)[0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            life.record(version, loss)
+            checkpointer.end_iteration()
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+
+
+def test_what_follows_an_approximate_recovery_may_differ(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loops.LOOPS, "given", Loop(late))
+    assert main(["lives", "--only", "^given$", *FEW]) == 0
+    (line,) = lines(capsys)
+    assert (line["recoveries"], line["failure"]) == ({"approximate": 1}, "")
+
+
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lives", "--only", "nothing like it"]) == 2
     assert f"the loops are {', '.join(LOOPS)}" in capsys.readouterr().err

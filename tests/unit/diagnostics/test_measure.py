@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.unit.testing.test_checks import here
 from tiercheck.diagnostics.measure import Point, curves, measure, measure_in_room, percentile, usage_in_time
 from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
-from tiercheck.testing.scratch import Scratch, emptied, opened
-from tiercheck.tiers.driver import TierDriver
+from tiercheck.testing.scratch import emptied, opened
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.tiers.url import TierURL
 from tiercheck.types import Usage
 
 
@@ -23,10 +22,6 @@ def name() -> Iterator[str]:
     name = f"test-{secrets.token_hex(6)}"
     yield name
     MemoryDriver.forget(name)
-
-
-def here(driver: TierDriver) -> Scratch:
-    return Scratch(driver, "here/", TierURL.parse(driver.url), driver)
 
 
 def ticking(step_s: float = 0.001) -> Callable[[], float]:

@@ -26,23 +26,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.hooks import uncompiled
 from tiercheck.integrations.torch.all_reduce import compressed_all_reduce
-from tiercheck.integrations.torch.communication_hooks import carries_over
+from tiercheck.integrations.torch.communication_hooks import BY_NUMBER, carries_over, hook_name, hooks_of
 from tiercheck.streams.tensors.generators import random_state, restore_random_state
 
 __all__ = ["BucketOrder"]
 
 RANKS_MIN = 3
 """The sum of two numbers does not depend on their order."""
-
-BY_NUMBER = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-"""Communication hooks without a state that treat each number of a bucket for itself."""
 
 
 class BucketOrder:
@@ -90,20 +86,20 @@ class BucketOrder:
             each.remove()
 
 
-def hooks_of(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+def strange_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
     """Its communication hooks that nobody knows to treat each number for itself, each with its state."""
-    return [each for each in getattr(ddp, "_comm_hooks", ()) if each[0] not in BY_NUMBER]
+    return [each for each in hooks_of(ddp) if each[0] not in BY_NUMBER]
 
 
 def depends_on_layout(ddp: DistributedDataParallel) -> bool:
     """Whether the bits of its gradients may depend on its buckets, or on the order in which they are filled."""
-    strange = any(hook is not compressed_all_reduce for hook, _ in hooks_of(ddp))
+    strange = any(hook is not compressed_all_reduce for hook, _ in strange_hooks(ddp))
     return strange or dist.get_world_size(ddp.process_group) >= RANKS_MIN
 
 
 def layout_changes(ddp: DistributedDataParallel) -> bool:
     """Whether it has another layout after its first iteration, and that changes its gradients."""
-    by_rank = [hook is compressed_all_reduce for hook, _ in hooks_of(ddp)]  # it adds in the order of the ranks
+    by_rank = [hook is compressed_all_reduce for hook, _ in strange_hooks(ddp)]  # it adds in the order of the ranks
     return (ddp.static_graph or not ddp.find_unused_parameters) and not (by_rank and all(by_rank))
 
 
@@ -111,7 +107,7 @@ class _Buckets:
     """Of one wrapper."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._unsaved = hooks_of(ddp)
+        self._unsaved = strange_hooks(ddp)
         self._states: list[tuple[Any, Any]] = []
         """The states of hooks that the job saves, each with what it was when the job attached."""
         self.order: list[str] | None = None
@@ -125,7 +121,7 @@ class _Buckets:
 
     def note_states(self, saved: Collection[int]) -> None:
         """``saved``: the ids of what the job saves."""
-        hooks = hooks_of(self._ddp)
+        hooks = strange_hooks(self._ddp)
         self._unsaved = [(hook, state) for hook, state in hooks if id(state) not in saved]
         if layout_changes(self._ddp):
             self._states = [(state, now(state)) for _, state in hooks if id(state) in saved]
@@ -147,7 +143,7 @@ class _Buckets:
 
     def _prepare(self) -> None:
         if not layout_changes(self._ddp):
-            if self.kept and not hooks_of(self._ddp):
+            if self.kept and not strange_hooks(self._ddp):
                 self._run_stand_in([*self._parameters()])
         elif self.order is None or not self._is_of_these(self.order):
             self._record()
@@ -161,7 +157,7 @@ class _Buckets:
         if obstacle is None and self.order is not None and self._is_of_these(self.order):
             return None
         because = obstacle or "and in which order the interrupted process did was not recorded"
-        if hooks_of(self._ddp):
+        if strange_hooks(self._ddp):
             return f"DDP puts the gradients of the first step after a restart into other buckets, {because}"
         return f"DDP sums the gradients of the first step after a restart in another order, {because}"
 
@@ -174,9 +170,8 @@ class _Buckets:
             return "which mixed_precision= leaves no way around; torch.autocast does"
         if self._unsaved:
             hook, state = self._unsaved[0]
-            name = getattr(hook, "__qualname__", type(hook).__name__)
             why = "whose state is not in stateful=" if carries_over(state) else "which may keep something unseen"
-            return f"which the communication hook {name}, {why}, leaves no way around"
+            return f"which the communication hook {hook_name(hook)}, {why}, leaves no way around"
         hooked = [name for name, each in self._parameters().items() if has_hooks(each) and not self._handles]
         if hooked:
             return f"which hooks on parameters, such as that on {hooked[0]}, leave no way around"

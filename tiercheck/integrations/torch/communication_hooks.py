@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.integrations.torch.all_reduce import Compression
 
-__all__ = ["carries_over", "unsaved_states"]
+__all__ = ["BY_NUMBER", "carries_over", "hook_name", "hooks_of", "unsaved_states"]
+
+BY_NUMBER = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+"""Hooks without a state that treat each number of a bucket for itself, and leave each rank with the same bits."""
+
+
+def hooks_of(ddp: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
+    """Each hook that was registered with it, and the hook's state."""
+    return getattr(ddp, "_comm_hooks", ())
+
+
+def hook_name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def carries_over(state: Any) -> bool:
@@ -29,11 +42,11 @@ def unsaved_states(model: torch.nn.Module, given: Iterable[Any]) -> list[str]:
         (hook, state)
         for each in model.modules()
         if isinstance(each, DistributedDataParallel)
-        for hook, state in getattr(each, "_comm_hooks", ())
+        for hook, state in hooks_of(each)
         if id(state) not in saved and carries_over(state)
     ]
     return [
-        f"the state of DDP's communication hook {getattr(hook, '__qualname__', type(hook).__name__)} "
+        f"the state of DDP's communication hook {hook_name(hook)} "
         f"({type(state).__name__}) is in no version, and begins anew: pass it in stateful=, with state_dict and "
         "load_state_dict"
         for hook, state in hooks

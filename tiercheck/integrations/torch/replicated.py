@@ -11,21 +11,16 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import compressed_all_reduce
+from tiercheck.integrations.torch.communication_hooks import BY_NUMBER, hook_name, hooks_of
 
 __all__ = ["DataParallel"]
 
-SAME_ON_ALL_RANKS = frozenset((
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-    compressed_all_reduce,
-))  # fmt: skip
+SAME_ON_ALL_RANKS = (*BY_NUMBER, compressed_all_reduce)
 """Communication hooks that leave each rank with the same bits."""
 
 
@@ -85,8 +80,8 @@ class DataParallel:
 
     def _strange_hook(self) -> str:
         for each in self._wrapped:
-            for hook, _ in getattr(each, "_comm_hooks", ()):
+            for hook, _ in hooks_of(each):
                 if hook not in SAME_ON_ALL_RANKS:
-                    name = getattr(hook, "__qualname__", type(hook).__name__)
+                    name = hook_name(hook)
                     return f"nobody knows whether the communication hook {name} leaves all ranks with the same bits"
         return ""
