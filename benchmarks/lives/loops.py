@@ -264,15 +264,17 @@ def averaged(life: Life) -> None:
 
 @loop
 def scaled(life: Life) -> None:
-    """Some of its steps are skipped."""
+    """Some of its steps are skipped, which makes no version, and then taken with a smaller scale."""
     model = perceptron()
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
 
     def step(loss: torch.Tensor, version: int) -> None:
-        backward(scaler.scale(loss) * (float("inf") if version % 6 == 5 else 1.0))
-        scaler.step(optimizer)
-        scaler.update()
+        for factor in (float("inf"), 1.0) if version % 6 == 5 else (1.0,):
+            optimizer.zero_grad()
+            loss.backward(scaler.scale(torch.tensor(factor)), retain_graph=True)  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
 
     plain(life, model, optimizer, step=step, beside=[scaler], scaler=scaler)
 
