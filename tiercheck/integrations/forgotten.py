@@ -21,7 +21,8 @@ SCHEDULED = "_wrapped_by_lr_sched"
 
 def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
     """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` if one has
-    done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in."""
+    done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in;
+    looked at only if no scheduler was passed."""
     if scheduler is not None:
         return
     scheduled = [each for each in optimizers if hasattr(each.step, SCHEDULED)]
@@ -38,7 +39,10 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
 
 def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """What wraps the optimizer and has a learning-rate scheduler of its own. The optimizer does not know its wrappers,
-    such as Hugging Face Accelerate's."""
+    such as Hugging Face Accelerate's. Torch's own classes wrap none: if the process has no others, nothing is looked
+    for."""
+    if not _beyond_torch(torch.optim.Optimizer):
+        return
     held: list[torch.optim.Optimizer] = [optimizer]
     for _ in range(WRAPPERS_MAX):
         found = [each for each in holders(held) if _is_optimizer(each)]
@@ -46,6 +50,12 @@ def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim
         if not held:
             break
         yield from (each for each in held if hasattr(each.step, SCHEDULED))
+
+
+def _beyond_torch(kind: type) -> bool:
+    """Whether a class of somebody else's is derived from one of torch's."""
+    derived = type.__subclasses__(kind)
+    return any(each.__module__.partition(".")[0] != "torch" or _beyond_torch(each) for each in derived)
 
 
 def _is_optimizer(each: object) -> TypeGuard[torch.optim.Optimizer]:

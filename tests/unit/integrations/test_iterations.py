@@ -16,6 +16,7 @@ from tests.unit.opening.test_attach import Accelerated
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations import forgotten
 from tiercheck.integrations.forgotten import scheduled_wrappers
 from tiercheck.runtime.front import run
 
@@ -312,6 +313,17 @@ def test_a_scheduler_of_what_wraps_the_attached_optimizer_is_not_forgotten_eithe
         loop.attach(Hierarchy.of(memory()))
     loop.attach(Hierarchy.of(memory()), stateful={"it": AcceleratedScheduler(scheduler)})
     loop.step(1)
+
+
+def test_where_all_optimizers_are_torchs_own_nobody_looks_for_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look through all objects takes a large process half a second."""
+    base = type("Optimizer", (), {})
+    own: Any = type(
+        "AdamW", (type("Adam", (base,), {"__module__": "torch.optim.adam"}),), {"__module__": "torch.optim"}
+    )
+    monkeypatch.setattr(torch.optim, "Optimizer", base)
+    monkeypatch.setattr(forgotten, "holders", lambda held: pytest.fail("looked through all objects"))
+    assert not [*scheduled_wrappers(own())]
 
 
 def test_who_looks_for_wrappers_keeps_nobody_from_finishing_a_tuple() -> None:

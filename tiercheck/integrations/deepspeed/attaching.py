@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def attach(
         provider = DeepSpeedProvider(engine, beside)
         if lost is not None:
             provider.measure_norms()
-        optimizers = provider.optimizer, *scheduled_wrappers(provider.optimizer)
+        optimizers = chain((provider.optimizer,), scheduled_wrappers(provider.optimizer))
         refuse_forgotten_scheduler(optimizers, engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)

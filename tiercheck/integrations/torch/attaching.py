@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +131,7 @@ def attach(
         order.note_states(beside.given())
         only = scheduler if len(bares) == 1 else None  # of several, each has one of its own
         for one, as_given in zip(bares, given, strict=True):
-            refuse_forgotten_scheduler((one, as_given, *scheduled_wrappers(one)), only, beside)
+            refuse_forgotten_scheduler(chain((one, as_given), scheduled_wrappers(one)), only, beside)
         provider = provider_for(model)(model, bare, beside=beside)
         provider.trains_on_compressed = config is not None and config.train_on_compressed
         if stage is not None:
