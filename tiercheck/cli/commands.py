@@ -58,9 +58,10 @@ for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verif
 
 def run() -> None:
     """Run the command line: an error is one line on stderr (:mod:`tiercheck.cli.ending`), and no traceback."""
-    # A polite kill, or a terminal that is closed, must clean up like Ctrl-C does.
+    # A polite kill, or a terminal that is closed, must clean up like Ctrl-C does. What nohup has shut out stays out.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end_politely)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end_politely)
     # A call of which nothing had begun when the command was interrupted.
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     words = sys.argv[1:]

@@ -24,7 +24,7 @@ LEFT_BEHIND = {
     "copy": "what was copied stays; run the same command again to copy the rest",
     "prune": "what was to stay is still there; run the same command again to delete the rest",
     "rm": "some of it may be deleted; run the same command again to delete the rest",
-    "export": "the target was not changed",
+    "export": "the target is as it was, or the whole new export",
 }
 """By command, what an interruption leaves. The other commands change nothing."""
 

@@ -23,6 +23,8 @@ from tiercheck.errors import ConfigurationError, JobConflict
 __all__ = ["ProcessLock", "holder_of"]
 
 SHARED_MEMORY = Path("/dev/shm")
+DIRECTORIES = ("nvme", "lustre")
+"""What is a directory, by either name."""
 
 
 class ProcessLock:
@@ -127,9 +129,12 @@ def _name(url: str, rank: int) -> str:
 
 
 def _place(url: str) -> str:
-    """What the URL stands for, without its options. Of a directory the path that leads there without a link."""
+    """What the URL stands for, however it is written, and without its options. Of a directory the path that leads there
+    without a link."""
     scheme, authority, path, *_ = urlsplit(url)
-    return f"{scheme}://{authority}{path if authority else os.path.realpath(unquote(path))}"
+    if authority:
+        return f"{scheme}://{authority}{path.rstrip('/')}"
+    return f"{'nvme' if scheme in DIRECTORIES else scheme}://{os.path.realpath(unquote(path))}"
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()

@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 import tiercheck
 from tests.archived import LAST, Left, bits
 from tests.unit.runtime.test_group import on_all_ranks
+from tiercheck.archive.export import target as export_target
 from tiercheck.archive.export import write
 from tiercheck.archive.indexes import StoredIndex
 from tiercheck.checkpointer import Checkpointer
@@ -301,6 +302,34 @@ def test_what_a_killed_export_left_is_cleared_and_one_that_lives_is_not_disturbe
     assert "another export is writing" in str(refused[0])
     assert bits(load_file(target)) == finished.weights[0, LAST]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.parametrize("format", ["safetensors", "huggingface"])
+def test_what_is_being_replaced_comes_back_if_nothing_comes_in_its_place(
+    format: str, how: str, finished: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory takes the place of nothing: the old target goes out of its way, and right then the export ends."""
+    target = tmp_path / "model"
+    with tiercheck.open(finished.url) as archive:
+        archive.export(target, format)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        def replace(*_: object) -> NoReturn:
+            raise SystemExit(143)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replace)
+            if how == "killed":  # nothing is put in order
+                patched.setattr(export_target, "put_back", lambda *_: None)
+                patched.setattr(export_target, "clear", lambda *_: None)
+            with pytest.raises(SystemExit):
+                archive.export(target, "huggingface", version=1, overwrite=True)
+        if how == "killed":
+            assert not target.exists()
+            with pytest.raises(ConfigurationError, match="is there already"):
+                archive.export(target, format)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def thread_error(call: Any, errors: list[BaseException]) -> None:

@@ -83,6 +83,20 @@ def test_a_right_call_ends_as_it_always_did(
     assert said.out
 
 
+def test_a_closed_terminal_ends_no_command_that_nohup_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tiercheck", "--version"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with pytest.raises(SystemExit):
+            commands.run()
+        after = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)
+        assert after == (signal.SIG_IGN, commands.end_politely)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_the_agent_is_told_by_option_or_environment_what_folds_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[AgentSettings] = []
     monkeypatch.setattr(process, "run_agent", told.append)

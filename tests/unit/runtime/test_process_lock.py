@@ -54,9 +54,19 @@ def test_a_directory_is_one_whatever_path_leads_there(tmp_path: Path) -> None:
     with pytest.raises(JobConflict, match=r"this process is using nvme://.*/link/run for rank 0 already"):
         ProcessLock([f"nvme://{tmp_path}/link/run"], 0)
     ProcessLock([f"nvme://{tmp_path}/link/run"], 1).release()
-    ProcessLock([f"lustre://{tmp_path}/link/run", f"s3://bucket{tmp_path}/link/run"], 0).release()
+    with pytest.raises(JobConflict, match=r"this process is using lustre://.*/link/run/ for rank 0 already"):
+        ProcessLock([f"lustre://{tmp_path}/link/run/"], 0)
+    ProcessLock([f"s3://bucket{tmp_path}/link/run"], 0).release()
     lock.release()
     ProcessLock([f"nvme://{tmp_path}/link/run"], 0).release()
+
+
+def test_a_bucket_is_one_with_a_slash_behind_it_and_without() -> None:
+    name = f"s3://claimed-{uuid.uuid4().hex}/run"
+    lock = ProcessLock([f"{name}?region=here"], 0)
+    assert holder_of(f"{name}/", 0) == str(os.getpid())
+    assert holder_of(f"{name}-2", 0) is None
+    lock.release()
 
 
 def test_it_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str) -> None:

@@ -1,9 +1,9 @@
 """Copying a version, or all that a job has left, into another tier.
 
-Each object is verified as it is read, and an object that is there already is not sent again. Lineage records come after
-all shards, and commit records after everything else. So whoever looks at the target in the middle of a copy, or after
-one that was interrupted, sees versions that are whole, or a generation without a record, which a recovery refuses by
-name; never a commit record without what it speaks of.
+Each object is verified as it is read, and an object that is there already, whole, is not sent again. Lineage records
+come after all shards, and commit records after everything else. So whoever looks at the target in the middle of a copy,
+or after one that was interrupted, sees versions that are whole, or a generation without a record, which a recovery
+refuses by name; never a commit record without what it speaks of.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.needs import commits_of, shards_of_commit, shards_of_version
+from tiercheck.archive.shards import verify_shard
 from tiercheck.archive.tiers import look_into, open_tier, within
 from tiercheck.errors import ConfigurationError, Corruption, JobConflict, NotFound, RecoveryError, TierError, Transient
 from tiercheck.format import container
@@ -227,23 +228,27 @@ class _Copying:
             await self._within(self._target, content.nbytes, putting, f"{key} was not stored")
         except TierError as error:
             there = self.copied.objects + self.copied.present
-            said = f"{error.message}; {there} objects are there, and the same copy goes on from here"
-            raise type(error)(said, tier=error.tier or self._target.driver.url, key=str(key)) from error
+            error.message += f"; {there} objects are there, and the same copy goes on from here"
+            error.tier, error.key = error.tier or self._target.driver.url, str(key)
+            raise
         self.copied.objects += 1
         self.copied.nbytes += content.nbytes
 
     async def _is_there(self, tier: OpenTier, key: ShardKey) -> bool:
-        """Whether the target holds this very shard: the header, which tells the checksums of all the rest, is the same.
-        Errors: those of the source."""
-        held = self._held.get(key)
-        if held is None or held.nbytes != self._nbytes(key):
+        """Whether the target holds this very shard, whole: its header, which tells the checksums of all the rest, is
+        the same, and the rest has them. Errors: those of the source."""
+        held, nbytes = self._held.get(key), self._nbytes(key)
+        if held is None or held.nbytes != nbytes:
             return False
         ours, _ = await self._within(tier, 0, look_at(tier, key), f"{key} was not looked at")
         try:
             theirs, _ = await self._within(self._target, 0, look_at(self._target, key), f"{key} was not looked at")
+            if ours != theirs:
+                return False
+            await self._within(self._target, nbytes, verify_shard(self._target, key, nbytes), f"{key} was not read")
         except TierError:
             return False  # the put finds out what is wrong with the target
-        return ours == theirs
+        return True
 
     async def _has_record(self, key: Key, content: memoryview) -> bool:
         if isinstance(key, ShardKey) or key not in self._held:

@@ -43,8 +43,9 @@ async def carry_out(removal: Removal, urls: Sequence[str], *, deadline_s: float,
                     await within(tier, deadline_s, fence(tier, newest, total - done))
                     await within(tier, deadline_s, tier.driver.delete(list(map(str, keys))))
                 except TierError as error:
-                    said = f"{error.message}; {total - done} of {total} objects are left, and the same command goes on"
-                    raise type(error)(said, tier=error.tier or tier.driver.url, key=error.key) from error
+                    error.message += f"; {total - done} of {total} objects are left, and the same command goes on"
+                    error.tier = error.tier or tier.driver.url
+                    raise
                 done += len(keys)
                 progress(done, total)
 

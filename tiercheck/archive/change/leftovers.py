@@ -17,6 +17,7 @@ from tiercheck.errors import NotFound, TierError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.tiers.shm.namespaces import SHM, NamespaceKind, changed_s, namespace_path, namespaces, remove_unheld
+from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import Leftover
 
@@ -52,8 +53,9 @@ def collect(
     try:
         found: list[FoundLeftover] = []
         for url in urls:
+            what = f"looking for leftovers in {TierURL.parse(url)}"
             work = of_tier(url, deadline_s, dry_run=dry_run)
-            found += run(scheduler.call(work, what=f"looking for leftovers in {url}", deadline_s=4 * deadline_s))
+            found += run(scheduler.call(work, what=what, deadline_s=4 * deadline_s))
         return tuple(found)
     finally:
         run(scheduler.close())

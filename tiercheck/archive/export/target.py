@@ -1,7 +1,8 @@
 """Where an export goes: it is made in a directory beside the target, and gets the target's name when it is whole.
 
-A full disk, an error or a kill leaves the target as it was. What a kill leaves is the work directory,
-``.NAME.partial``; the next export to that target clears it.
+A full disk, an error or an interruption leaves the target as it was. What a kill leaves is the work directory,
+``.NAME.partial``, and in it, if the target was just being replaced, the old one; the next export to that target puts
+that back, and clears the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.posix.files import fsync_directory, meaning_of, try_lock, unlock_and_close
 
 __all__ = ["publish", "work_directory"]
+
+REPLACED = "replaced"
+"""The old target, while the new one takes its place."""
 
 EXPORTED = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.metadata|__\d+_\d+\.distcp"
@@ -45,10 +49,13 @@ def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             if not try_lock(fd):
                 raise ConfigurationError(f"another export is writing to {target}: wait for it, or choose another name")
+            put_back(work, target)
             clear(work)
+            check_free(target, overwrite=overwrite)
             try:
                 yield work
             finally:
+                put_back(work, target)
                 clear(work)
                 with suppress(OSError):
                     work.rmdir()
@@ -67,23 +74,19 @@ def naming(target: Path) -> Iterator[None]:
 
 
 def publish(made: Path, target: Path, *, overwrite: bool) -> None:
-    """Give what was made the target's name, in one step. Errors: as :func:`work_directory`."""
+    """Give what was made in the work directory the target's name. Errors: as :func:`work_directory`."""
     sync_all(made)
     check_free(target, overwrite=overwrite)
-    if target.is_dir() and not target.is_symlink():
-        aside = made.with_name("replaced")
-        target.rename(aside)
-        try:
-            made.rename(target)
-        except OSError:
-            aside.rename(target)
-            raise
-    elif made.is_dir() and target.exists():  # a directory takes the place of no file
-        target.unlink()
-        made.rename(target)
-    else:
-        made.replace(target)
+    if os.path.lexists(target) and (made.is_dir() or (target.is_dir() and not target.is_symlink())):
+        target.rename(made.with_name(REPLACED))  # a directory takes the place of nothing
+    made.replace(target)
     fsync_directory(target.parent)
+
+
+def put_back(work: Path, target: Path) -> None:
+    """Give the old target its name again, if no new one has come in its place."""
+    if os.path.lexists(work / REPLACED) and not os.path.lexists(target):
+        (work / REPLACED).rename(target)
 
 
 def check_free(target: Path, *, overwrite: bool) -> None:

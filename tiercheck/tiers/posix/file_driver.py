@@ -44,8 +44,9 @@ class Abandoned(Exception):
 class FileDriver(TierDriver):
     """A driver over an object directory; subclasses say where it is and what it survives."""
 
-    maps = True
-    """Whether a get maps the object's file instead of reading it."""
+    maps = False
+    """Whether a get maps the object's file instead of reading it. A mapping of what lies on a disk or behind a network
+    kills its process with SIGBUS when that does not answer, or has lost a block; a read says so."""
 
     def __init__(
         self, directory: ObjectDirectory, url: str, capabilities: Capabilities, mount: Path | None = None

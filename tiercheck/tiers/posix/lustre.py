@@ -44,8 +44,7 @@ class LustreDriver(FileDriver):
 
     A put returns once the file and its names are on the servers' disks. After that, every other client's ``get``,
     ``stat`` and ``list`` sees it, also if the mount remembers names (FUSE, NFS): see
-    :mod:`tiercheck.tiers.posix.directories.remembering`. Objects are read, never mapped: a mapping kills its
-    process with SIGBUS when the network goes.
+    :mod:`tiercheck.tiers.posix.directories.remembering`.
 
     Conditional puts need flock across nodes (Lustre: ``-o flock``); ``capabilities.conditional_put`` says whether
     it is there. As with every lock of a network file system, a client that is cut off in the middle of an ``UPDATE``
@@ -54,8 +53,6 @@ class LustreDriver(FileDriver):
     ``survives`` defaults to ``RACK``. ``mount`` is the mount point that the directory lies on. If nothing is mounted
     there, opening is a ``TierError``. Without it an empty mount point cannot be told from a new directory.
     """
-
-    maps = False
 
     def __init__(
         self,

@@ -35,10 +35,10 @@ class NvmeDriver(FileDriver):
 
     Objects of 1 MiB and more go past the page cache (``O_DIRECT``), several blocks at a time, with room for the
     whole object allocated before its first byte is written. What is not aligned in memory takes the way through
-    bounce buffers, at most ``(depth + 4) x block`` bytes of them. ``get(into=...)`` reads the same way, unless the
-    page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: if
-    it works), ``direct`` (an error at open if it does not) or ``buffered``. ``block`` (4 MiB) and ``depth`` (4) are
-    the bytes of a block, and how many blocks are moved at a time. :meth:`facts` says what is used.
+    bounce buffers, at most ``(depth + 4) x block`` bytes of them. A get reads the same way, unless the page cache holds
+    the object. ``io`` says whether: ``auto`` (the default: if it works), ``direct`` (an error at open if it does not)
+    or ``buffered``. ``block`` (4 MiB) and ``depth`` (4) are the bytes of a block, and how many blocks are moved at a
+    time. :meth:`facts` says what is used.
 
     ``survives`` defaults to ``PROCESS``. The bytes outlive the node's power as well, but while the node is
     away nobody can read a local disk, and a node that fails for good takes it along: a recovery from a node

@@ -15,14 +15,17 @@ import heapq
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercheck.errors import TierError
+from tiercheck.runtime.waiting import together
 from tiercheck.tiers.s3.client import S3Client
 from tiercheck.tiers.s3.names import Names
 from tiercheck.types import ObjectInfo
 
 __all__ = ["Entry", "Listing", "pages"]
+
+T = TypeVar("T")
 
 FOLDERS_AHEAD = 8
 
@@ -54,6 +57,10 @@ async def pages(client: S3Client, prefix: str, *, folders: bool = False) -> Asyn
         if not following or following == token.get("ContinuationToken"):
             raise TierError("the server's listing does not go on: it repeats itself", tier=client.tier)
         token = {"ContinuationToken": following}
+
+
+async def _first(shard: AsyncGenerator[T, None]) -> T | None:
+    return await anext(shard, None)
 
 
 def written_s(item: dict[str, Any]) -> float | None:
@@ -94,7 +101,7 @@ class Listing:
             for root in self._names.roots:
                 shard = self._keyed(root, prefix)
                 shards.append(await stack.enter_async_context(contextlib.aclosing(shard)))
-            heads = await asyncio.gather(*(anext(shard, None) for shard in shards))
+            heads = await together(_first(shard) for shard in shards)
             for number, head in enumerate(heads):
                 if head is not None:
                     heap.append((head[0].encode(), number, *head))

@@ -72,6 +72,8 @@ class ShmDriver(FileDriver):
     ``make=no``: opening makes no namespace, and is ``NotFound`` if there is none.
     """
 
+    maps = True
+
     def __init__(
         self,
         name: str,

@@ -22,6 +22,7 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import Tier
 from tiercheck.testing.faults import FaultPlan, FaultyDriver, Killed, Moment
+from tiercheck.tiers.s3.failures import Refused
 
 
 def url(root: Path) -> str:
@@ -93,11 +94,23 @@ def test_what_is_there_is_not_sent_again(finished: Left, tmp_path: Path) -> None
         assert (again.objects, again.nbytes, again.present) == (0, 0, first.objects)
         rest = archive.copy(target, everything=True)
         assert rest.present == first.objects
-        shard = next((tmp_path / "copy").glob("r00000/g000002/base/*"))
-        shard.write_bytes(shard.read_bytes()[:-1])  # torn by somebody
-        mended = archive.copy(target, everything=True)
-        assert (mended.objects, mended.present) == (1, first.objects + rest.objects - 1)
     with tiercheck.open(target) as copy:
+        assert copy.verify().healthy
+
+
+@pytest.mark.parametrize("damaged", ["cut", "rotten"])
+def test_what_is_there_and_damaged_is_sent_again(damaged: str, finished: Left, tmp_path: Path) -> None:
+    target = Left(tmp_path / "copy")
+    with tiercheck.open(finished.url) as archive:
+        first = archive.copy(target.url, everything=True)
+        shard = next(target.root.glob("r00000/g000002/base/*"))
+        if damaged == "cut":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        else:
+            target.flip(str(shard.relative_to(target.root)))
+        mended = archive.copy(target.url, everything=True)
+        assert (mended.objects, mended.present) == (1, first.objects - 1)
+    with tiercheck.open(target.url) as copy:
         assert copy.verify().healthy
 
 
@@ -144,6 +157,20 @@ def test_a_full_target_is_named_and_keeps_what_it_has(
         assert "\n" not in str(error.value)
         monkeypatch.undo()
         assert archive.copy(url(tmp_path / "copy"), everything=True).present == 5
+
+
+def test_what_a_store_says_of_its_own_is_told_with_how_far_the_copy_came(
+    finished: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(FaultyDriver):
+        async def put(self, *arguments: Any, **named: Any) -> NoReturn:
+            raise Refused("the key is disabled", code="KMS.DisabledException")
+
+    monkeypatch.setattr(copying, "Tier", lambda to: Tier(to, wrap=Refusing))
+    said = "the key is disabled; 0 objects are there, and the same copy goes on from here"
+    with tiercheck.open(finished.url) as archive, pytest.raises(Refused, match=f"{said} .*copy.*object") as error:
+        archive.copy(url(tmp_path / "copy"))
+    assert error.value.code == "KMS.DisabledException"
 
 
 def test_a_torn_shard_is_taken_from_another_tier_or_refused(left: Left, finished: Left, tmp_path: Path) -> None:

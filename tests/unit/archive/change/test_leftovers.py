@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.archived import Left
+from tiercheck.archive.change import leftovers
 from tiercheck.archive.change.leftovers import FoundLeftover, collect
-from tiercheck.errors import ConfigurationError, NotFound
+from tiercheck.errors import ConfigurationError, DeadlineExceeded, NotFound
 from tiercheck.tiers.posix.directories.object_files import HOST
 from tiercheck.tiers.posix.files import try_lock, unlock_and_close
 from tiercheck.tiers.shm.namespaces import (
@@ -122,6 +125,17 @@ def test_a_place_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         collect("nothing")
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_password_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: object, **__: object) -> NoReturn:
+        while True:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(leftovers, "of_tier", silent)
+    with pytest.raises(DeadlineExceeded, match=r"looking for leftovers in fsspec\+sftp://\*\*\*@host/run") as error:
+        collect("fsspec+sftp://user:hunter2@host/run?fs.password=hunter2", deadline_s=0.01)
+    assert "hunter2" not in str(error.value)
 
 
 def test_a_directory_without_our_own_has_no_leftovers(left: Left) -> None:

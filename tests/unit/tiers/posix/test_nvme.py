@@ -196,6 +196,16 @@ async def test_a_file_that_somebody_cut_is_corrupt(root: Path) -> None:
             await driver.get("a", into=memoryview(bytearray(10)))
 
 
+async def test_nothing_is_mapped_that_a_failing_disk_could_take_away(root: Path) -> None:
+    """To touch a page that cannot be read kills the process, and each one after it that recovers."""
+    async with NvmeDriver(root) as driver:
+        await driver.put("a", [b"a" * (1 << 20)])
+        content = await driver.get("a")
+        assert str(root) not in Path("/proc/self/maps").read_text()
+        os.truncate(root / "a", 0)
+        assert bytes(content) == b"a" * (1 << 20)
+
+
 async def test_what_was_read_is_the_callers_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the thread that read it is to go on: a mapping that is left keeps the file's room on the disk."""
     may_go_on, given = threading.Event(), Future.set_result

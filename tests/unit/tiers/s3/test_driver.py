@@ -362,6 +362,20 @@ class TestListing:
         with pytest.raises(TierError, match="listing=tree"):
             _ = [info async for info in listing.infos("")]
 
+    async def test_a_shard_that_cannot_be_listed_is_what_is_told(self) -> None:
+        class Failing(Server):
+            async def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+                if "shard-001" in arguments["Prefix"]:
+                    raise Unauthorized("no")
+                await asyncio.Event().wait()
+                return await super().ask(operation, **arguments)
+
+        names = Names(S3Settings("bucket", "run", shards=3))
+        listing = Listing(Failing(set(), flat=True), names, flat=True)  # type: ignore[arg-type]
+        with pytest.raises(Unauthorized):
+            _ = [info async for info in listing.infos("")]
+        assert len(asyncio.all_tasks()) == 1
+
     async def test_folders_are_listed_ahead_and_let_go(self) -> None:
         names = Names(S3Settings("bucket", "run"))
         server = Server({f"run/{n}/x" for n in range(30)}, flat=False)
