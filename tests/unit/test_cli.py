@@ -46,6 +46,24 @@ def test_the_command_without_its_extra_says_in_one_line_what_to_install(name: st
     assert done.stderr == f"error: the tiercheck command needs {name}: pip install 'tiercheck[cli]'\n"
 
 
+HANGING = """
+import sys, threading
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
+from tiercheck.cli import script
+
+ObjectDirectory.prepare_to_read = lambda _: threading.Event().wait()
+sys.argv = ["tiercheck", "ls", "nvme:///tmp", "--deadline-s", "0.5"]
+script()
+"""
+
+
+def test_a_command_that_gives_up_on_a_mount_ends_though_the_mount_hangs() -> None:
+    command = [sys.executable, "-c", HANGING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "it could not be opened within 0.5 s" in done.stderr
+
+
 def test_plugins_lists_drivers_and_policies() -> None:
     command = [sys.executable, "-m", "tiercheck.cli", "plugins", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

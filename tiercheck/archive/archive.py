@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.archive.change.copying import Copied, copy
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
-from tiercheck.archive.tiers import look_into, opened_to_read
+from tiercheck.archive.tiers import CLOSE_S, look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
-from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, TierCheckError
+from tiercheck.errors import Closed, ConfigurationError, DeadlineExceeded, NotFound, RecoveryError, TierCheckError
 from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
@@ -96,7 +96,8 @@ class Archive:
             try:
                 run(scheduler.call(self._stack.aclose(), what="closing the tiers", deadline_s=self._deadline_s))
             finally:
-                run(scheduler.close())
+                with suppress(DeadlineExceeded):  # a call to a hung mount goes on; its thread is no one's any more
+                    run(scheduler.close(deadline_s=CLOSE_S))
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +189,7 @@ class Archive:
 
         ``progress`` is called in another thread.
         """
-        return self._call(verify(self._hierarchy, self.inventory, progress), FOREVER_S)
+        return self._call(verify(self._hierarchy, self.inventory, self._deadline_s, progress), FOREVER_S)
 
     def rebuild(
         self, rank: int = 0, version: int | None = None, *, generation: int | None = None, threads: int | None = None

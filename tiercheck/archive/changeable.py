@@ -47,7 +47,7 @@ class ChangeableArchive(Archive):
         policy = retention_of(keep_last, keep_every, keep_versions)
         removal = prune(self.inventory, policy, keep_versions)
         if not dry_run:
-            self._call(verify_kept(self._hierarchy, removal, keep_versions), FOREVER_S)
+            self._call(verify_kept(self._hierarchy, removal, keep_versions, self._deadline_s), FOREVER_S)
         return self._carried_out(removal, dry_run, progress)
 
     def rm(

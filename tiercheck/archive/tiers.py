@@ -18,14 +18,26 @@ from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.observation import Role
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.objects.lineage_records import SetAside, read_branches
+from tiercheck.runtime.waiting import abandonable
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import ObjectInfo
 
-__all__ = ["CLOSE_S", "TierContents", "look_into", "open_tier", "opened_to_read", "within"]
+__all__ = [
+    "BYTES_PER_S_MIN",
+    "CLOSE_S",
+    "TierContents",
+    "answered",
+    "look_into",
+    "open_tier",
+    "opened_to_read",
+    "within",
+]
 
 T = TypeVar("T")
 
 FOREIGN_NAMED_MAX = 3
+BYTES_PER_S_MIN = 1 << 20
+"""A tier that is slower than this counts as silent."""
 CLOSE_S = 5.0
 
 
@@ -91,17 +103,17 @@ async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterato
             raise outcomes[0]
         yield hierarchy, away
     finally:
-        for tier in hierarchy.tiers:
+        for tier, outcome in zip(hierarchy.tiers, outcomes, strict=True):
+            if outcome is not None:
+                continue
             with suppress(TimeoutError):  # nothing was written: the process may end without
-                async with asyncio.timeout(CLOSE_S):
-                    await tier.driver.close()
+                await answered(tier.driver.close(), CLOSE_S)
 
 
 async def open_tier(tier: OpenTier, deadline_s: float) -> None:
     """Errors: the driver's own; ``Transient`` after the deadline."""
     try:
-        async with asyncio.timeout(deadline_s):
-            await tier.driver.open()
+        await answered(tier.driver.open(), deadline_s)
     except TimeoutError:
         trouble = tier.driver.facts().get("trouble", "it does not answer")
         advice = "check its address, or give it longer (deadline_s, or --deadline-s)"
@@ -112,12 +124,16 @@ async def open_tier(tier: OpenTier, deadline_s: float) -> None:
 async def within(tier: OpenTier, deadline_s: float, work: Awaitable[T], what: str = "it has not answered") -> T:
     """What the tier is asked to do. Errors: its own; ``Transient`` saying ``what`` after the deadline."""
     try:
-        async with asyncio.timeout(deadline_s) as scope:
-            return await work
+        return await answered(work, deadline_s)
     except TimeoutError:
-        if not scope.expired():
-            raise
         raise Transient(f"{what} within {deadline_s:g} s", tier=tier.driver.url) from None
+
+
+async def answered(work: Awaitable[T], deadline_s: float) -> T:
+    """The result of ``work``. Errors: its own; ``TimeoutError`` after the deadline. A call that does not end when it is
+    cancelled, such as one to a mount that hangs, is left to itself."""
+    async with asyncio.timeout(deadline_s):
+        return await abandonable(work)
 
 
 async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> TierContents:
@@ -126,8 +142,7 @@ async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> Tier
     if away is not None:
         return TierContents(Role(tier.index, tier.name, tier.capabilities.survives), tier.driver.url, away=away)
     try:
-        async with asyncio.timeout(deadline_s):
-            return await _listed(tier)
+        return await answered(_listed(tier), deadline_s)
     except TimeoutError:
         why: TierError = Transient(f"it was not listed within {deadline_s:g} s", tier=tier.driver.url)
     except TierError as error:

@@ -10,7 +10,8 @@ from typing import Any
 from tiercheck import keys
 from tiercheck.archive.inventory import Inventory
 from tiercheck.archive.shards import verify_shard
-from tiercheck.errors import ConfigurationError, Corruption, NotFound, TierError
+from tiercheck.archive.tiers import BYTES_PER_S_MIN, answered
+from tiercheck.errors import ConfigurationError, Corruption, NotFound, TierError, Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
@@ -61,10 +62,11 @@ class Verified:
         return not self.lost and not self.away and (self.newest is not None or not self.objects)
 
 
-async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> Verified:
-    """Verify all objects. Each tier is read by itself, :data:`OBJECTS_AT_ONCE` objects at a time; of each of them at
-    most a chunk is in memory (:data:`tiercheck.archive.shards.CHUNK_NBYTES`), if the tier reads ranges."""
-    work = _Work(hierarchy, inventory, progress)
+async def verify(hierarchy: OpenHierarchy, inventory: Inventory, deadline_s: float, progress: Progress) -> Verified:
+    """Verify all objects. ``deadline_s``: how long a tier may keep silent. Each tier is read by itself,
+    :data:`OBJECTS_AT_ONCE` objects at a time; of each of them at most a chunk is in memory
+    (:data:`tiercheck.archive.shards.CHUNK_NBYTES`), if the tier reads ranges."""
+    work = _Work(inventory, deadline_s, progress)
     await asyncio.gather(*(work.tier(tier) for tier in hierarchy.tiers))
     before = inventory.readable
     after = inventory.less(work.bad).readable
@@ -80,8 +82,11 @@ async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progr
 
 
 class _Work:
-    def __init__(self, hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> None:
+    def __init__(self, inventory: Inventory, deadline_s: float, progress: Progress) -> None:
         self._inventory = inventory
+        self._deadline_s = deadline_s
+        self._silent: set[int] = set()
+        """Tiers that did not answer in time."""
         self._lineage = inventory.lineage()
         self._progress = progress
         self._total_nbytes = sum(tier.nbytes for tier in inventory.tiers)
@@ -103,7 +108,7 @@ class _Work:
 
     async def _object(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
         try:
-            await self._verified(tier, key, info)
+            await self._in_time(tier, key, info)
         except NotFound:
             self.gone += 1
         except (TierError, ConfigurationError) as error:
@@ -111,6 +116,17 @@ class _Work:
         self.objects += 1
         self.done_nbytes += info.nbytes
         self._progress(self.done_nbytes, self._total_nbytes)
+
+    async def _in_time(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
+        """Errors: as :meth:`_verified`; ``Transient`` for a tier that keeps silent, and then at once for all else that
+        is in it."""
+        deadline_s = self._deadline_s + info.nbytes / BYTES_PER_S_MIN
+        if tier.index not in self._silent:
+            try:
+                return await answered(self._verified(tier, key, info), deadline_s)
+            except TimeoutError:
+                self._silent.add(tier.index)
+        raise Transient(f"the tier did not answer within {deadline_s:.3g} s", tier=tier.driver.url, key=str(key))
 
     async def _verified(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
         match key:

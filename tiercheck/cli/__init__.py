@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
+import time
+from contextlib import suppress
 
 from tiercheck.cli.ending import end_interrupted
 
-__all__ = ["main"]
+__all__ = ["main", "script"]
+
+STUCK_S = 1.0
 
 
 def main() -> None:
@@ -23,3 +29,30 @@ def main() -> None:
         print(f"error: the tiercheck command needs {missing}: pip install 'tiercheck[cli]'", file=sys.stderr)
         sys.exit(2)
     run()
+
+
+def script() -> None:
+    """:func:`main` as a process of its own, which ends when the command does."""
+    try:
+        main()
+    except SystemExit as ended:
+        leave_stuck_threads(ended.code)
+        raise
+
+
+def leave_stuck_threads(code: object) -> None:
+    """End the process if a thread that works for a tier does not end: the interpreter would wait for it, and a call to
+    a mount that hangs does not return."""
+    until = time.monotonic() + STUCK_S
+    for thread in filter(is_pooled, threading.enumerate()):
+        thread.join(max(0.0, until - time.monotonic()))
+    if not any(map(is_pooled, threading.enumerate())):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def is_pooled(thread: threading.Thread) -> bool:
+    return thread.name.startswith(("tiercheck", "asyncio_", "ThreadPoolExecutor"))

@@ -1,5 +1,5 @@
 """``python -m tiercheck.cli``: the ``tiercheck`` command."""
 
-from tiercheck.cli import main
+from tiercheck.cli import script
 
-main()
+script()

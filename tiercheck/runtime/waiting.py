@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["in_threads", "settled", "together"]
+__all__ = ["abandonable", "in_threads", "settled", "together"]
 
 T = TypeVar("T")
+
+WITHDRAWAL_S = 1.0
+"""So long a cancelled call may take to withdraw its work, if nobody needs its end."""
 
 
 async def settled(
@@ -35,6 +38,12 @@ async def settled(
         if not task.cancel() and not task.cancelled() and task.exception() is None and undo is not None:
             await undo(task.result())
         raise
+
+
+async def abandonable(work: Awaitable[T]) -> T:
+    """The result of ``work``. If the caller is cancelled, so is the work; one that does not end then, such as a call to
+    a mount that hangs, is left to itself."""
+    return await settled(work, stop=lambda task: task.cancel(), within_s=WITHDRAWAL_S)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tiercheck.errors import TierError, Transient
-from tiercheck.runtime.waiting import settled
+from tiercheck.runtime.waiting import abandonable, settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.object_files import CONTROL
 from tiercheck.tiers.posix.files import try_lock
@@ -84,12 +84,12 @@ def beside(url: TierURL, name: str) -> TierURL:
 @asynccontextmanager
 async def opened(driver: TierDriver) -> AsyncIterator[TierDriver]:
     async with within(OPEN_S, driver, "opening it"):
-        await driver.open()
+        await abandonable(driver.open())
     try:
         yield driver
     finally:
         async with within(CLOSE_S, driver, "closing it"):
-            await driver.close()
+            await abandonable(driver.close())
 
 
 @asynccontextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,14 @@ import torch
 import tiercheck
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.training import Training
+from tiercheck.archive import archive as archive_module
 from tiercheck.archive import tiers
 from tiercheck.archive.tiers import TierContents
-from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Unauthorized, Unsupported
+from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Transient, Unauthorized, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.keys import Stream
+from tiercheck.runtime import waiting
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
 
 
 def fingerprint(root: Path) -> dict[str, tuple[int, int, int, bytes]]:
@@ -179,6 +185,51 @@ def test_what_is_damaged_or_foreign_is_told_of_and_not_tripped_over(left: Left) 
         with pytest.raises(RecoveryError, match="record job/lineage/g000002 is missing or damaged"):
             archive.plan()
         assert archive.plan(FIRST_LIFE).points[0].generation == 1
+
+
+@pytest.fixture
+def hung(left: Left, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A mount that hangs: calls of this name do not return, whoever gives up on them."""
+    comes_back = threading.Event()
+
+    def hang(name: str) -> None:
+        real = getattr(ObjectDirectory, name)
+
+        def call(directory: ObjectDirectory, *arguments: Any) -> Any:
+            if directory.root == left.root:
+                comes_back.wait(60)
+            return real(directory, *arguments)
+
+        monkeypatch.setattr(ObjectDirectory, name, call)
+
+    monkeypatch.setattr(archive_module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tiers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(waiting, "WITHDRAWAL_S", 0.1)
+    yield hang
+    comes_back.set()
+
+
+def test_a_mount_that_hangs_is_told_of_and_the_others_are_shown(
+    hung: Callable[[str], None], left: Left, finished: Left
+) -> None:
+    hung("prepare_to_read")
+    with tiercheck.open(left.url, finished.url, deadline_s=0.5) as archive:
+        away, shown = archive.inventory.tiers
+        assert away.away is not None
+        assert "could not be opened within 0.5 s" in away.away
+        assert (shown.away, archive.versions[-1][1]) == (None, LAST)
+    with pytest.raises(Transient, match=r"could not be opened within 0\.5 s.*" + str(left.root)):
+        tiercheck.open(left.url, deadline_s=0.5)
+
+
+def test_a_mount_that_hangs_while_it_is_verified_is_waited_for_once(hung: Callable[[str], None], left: Left) -> None:
+    with tiercheck.open(left.url, deadline_s=0.5) as archive:
+        hung("open_object")
+        found = archive.verify()
+        assert {each.unread for each in found.damaged} == {True}
+        assert len(found.damaged) == found.objects > 8
+        assert "the tier did not answer within 0.5" in found.damaged[0].reason
+        assert not found.healthy
 
 
 def test_a_tier_that_is_away_is_told_of_and_the_others_are_shown(finished: Left, tmp_path: Path) -> None:

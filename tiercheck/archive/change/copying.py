@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.needs import commits_of, shards_of_commit, shards_of_version
 from tiercheck.archive.shards import verify_shard
-from tiercheck.archive.tiers import look_into, open_tier, within
+from tiercheck.archive.tiers import BYTES_PER_S_MIN, look_into, open_tier, within
 from tiercheck.errors import ConfigurationError, Corruption, JobConflict, NotFound, RecoveryError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
@@ -35,8 +35,6 @@ T = TypeVar("T")
 IN_MEMORY_NBYTES_MAX = 256 << 20
 """Of several objects at a time; a larger object comes alone."""
 OBJECTS_AT_ONCE = 8
-BYTES_PER_S_MIN = 1 << 20
-"""A tier that is slower than this counts as silent."""
 KINDS: Mapping[type[Key], Any] = {LineageKey: LineageRecord, CommitKey: CommitRecord}
 """What is read of each kind of record; of others, whatever fields they have."""
 

@@ -15,6 +15,7 @@ from tiercheck.archive.change.live import guarded, observations
 from tiercheck.archive.change.removal import Removal, in_order, without
 from tiercheck.archive.inventory import Inventory
 from tiercheck.archive.shards import verify_shard
+from tiercheck.archive.tiers import BYTES_PER_S_MIN, within
 from tiercheck.errors import ConfigurationError, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Key
@@ -112,9 +113,9 @@ def check(removal: Removal, versions: Collection[int]) -> None:
         raise RecoveryError(f"nothing is pruned: version {lost[0]} could not be read any more, and is to stay")
 
 
-async def verify_kept(hierarchy: OpenHierarchy, removal: Removal, versions: Collection[int]) -> None:
+async def verify_kept(hierarchy: OpenHierarchy, removal: Removal, versions: Collection[int], deadline_s: float) -> None:
     """Read every byte of what leads to the newest version, and to those that were named, when the rest is gone: what
-    stays is whole. Errors: ``RecoveryError`` naming what is not."""
+    stays is whole. ``deadline_s``: how long a tier may keep silent. Errors: ``RecoveryError`` naming what is not."""
     after = removal.after
     if not removal.objects or not after.readable:
         return
@@ -123,8 +124,10 @@ async def verify_kept(hierarchy: OpenHierarchy, removal: Removal, versions: Coll
 
     async def take() -> None:
         for source in sources:
+            tier, nbytes = hierarchy.tiers[source.tier], after.nbytes(source)
+            work, what = verify_shard(tier, source.key, nbytes), f"{source.key} was not read"
             try:
-                await verify_shard(hierarchy.tiers[source.tier], source.key, after.nbytes(source))
+                await within(tier, deadline_s + nbytes / BYTES_PER_S_MIN, work, what)
             except TierError as error:
                 raise RecoveryError(
                     f"nothing is pruned: what stays is not whole: {error}. 'tiercheck verify' says what can be read"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import time
@@ -251,6 +253,7 @@ def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
     record(os, "fsync", "fsync")
     record(os, "rename", "rename")
+    record(os, "link", "link")
     record(os, "mkdir", "mkdir")
     yield events
 
@@ -259,20 +262,40 @@ async def test_few_calls_on_metadata(root: Path, recorded: list[str]) -> None:
     """Directories are flushed upwards once, where their inodes tell them apart."""
     async with LustreDriver(root) as driver:
         driver.shared.traits = type(driver.shared.traits)(coherent=True, locks=True, inodes_unique=True)
-        recorded.clear()
-        await driver.put("g/v/r0", [b"x"])
-        assert recorded == [
+
+        async def calls(name: str) -> list[str]:
+            recorded.clear()
+            await driver.put(name, [b"x"])
+            return recorded.copy()
+
+        assert await calls("g/v/r0") == [
             *["mkdir"] * 2,
             "fsync file",
-            "rename",
+            "link",
             *["fsync run/g/v", "fsync run/g", "fsync run"],
         ]
-        recorded.clear()
-        await driver.put("g/v/r1", [b"x"])
-        assert recorded == ["fsync file", "rename", "fsync run/g/v"]
-        recorded.clear()
-        await driver.put("g/w/r0", [b"x"])
-        assert recorded == ["mkdir", "fsync file", "rename", "fsync run/g/w", "fsync run/g"]
+        assert await calls("g/v/r1") == ["fsync file", "link", "fsync run/g/v"]
+        assert await calls("g/w/r0") == ["mkdir", "fsync file", "link", "fsync run/g/w", "fsync run/g"]
+        assert await calls("g/w/r0") == ["fsync file", "link", "rename", "fsync run/g/w"]
+
+
+async def test_new_names_wait_for_nobody_and_listings_for_no_listing(root: Path) -> None:
+    """The many ranks of a job put objects of their own names, and list, all the time."""
+    async with LustreDriver(root) as driver, LustreDriver(root) as other:
+        await driver.put("a", [b"old"])
+        with other.shared.locked():
+            await driver.put("b", [b"x"])
+            await driver.put("c", [b"x"], mode=PutMode.CREATE)
+        with other.shared.locked(shared=True):
+            assert [info.key for info in await listed(driver)] == ["a", "b", "c"]
+            await driver.delete(["c"])
+            replacing = asyncio.create_task(driver.put("a", [b"new"]))
+            assert not (await asyncio.wait([replacing], timeout=0.2))[0]
+            assert bytes(await driver.get("a")) == b"old"
+        await replacing
+        assert [info.key for info in await listed(driver)] == ["a", "b"]
+        assert bytes(await driver.get("a")) == b"new"
+        assert hidden(root) == []
 
 
 async def test_without_locks_puts_know_no_conditions(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +329,6 @@ class TestDebris:
         return path
 
     async def test_the_files_of_the_dead_go(self, root: Path) -> None:
-        import fcntl
 
         async with LustreDriver(root) as driver:
             await driver.put("g/a", [b"x"])

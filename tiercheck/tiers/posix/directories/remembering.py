@@ -21,7 +21,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from tiercheck.errors import Transient
@@ -29,7 +29,7 @@ from tiercheck.tiers.posix.beneath import status_of
 from tiercheck.tiers.posix.directories.object_files import CONTROL, TEMPORARIES, Entry, info_of
 from tiercheck.tiers.posix.directories.shared import SharedDirectory
 from tiercheck.tiers.posix.files import close_read, closed_on_error, unlock_and_close
-from tiercheck.types import ObjectInfo, PutMode
+from tiercheck.types import ObjectInfo
 
 __all__ = ["RememberingDirectory"]
 
@@ -48,8 +48,11 @@ class RememberingDirectory(SharedDirectory):
         del key
         return TEMPORARIES
 
-    def names_changing(self, mode: PutMode) -> AbstractContextManager[int]:
-        del mode
+    @property
+    def new_names_are_seen(self) -> bool:
+        return False
+
+    def names_going(self) -> AbstractContextManager[int]:
         return self.locked()
 
     def names_read(self) -> AbstractContextManager[int | None]:
@@ -62,9 +65,6 @@ class RememberingDirectory(SharedDirectory):
                 fd = undo.enter_context(self.beneath.listed(folder))
                 os.listdir(fd)  # noqa: PTH208  (a descriptor is no path)
             yield fd
-
-    def _names_at_rest(self, already: bool) -> AbstractContextManager[int | None]:
-        return nullcontext() if already else self.locked(shared=True)
 
     def look_up(self, path: str) -> os.stat_result:
         """As the server has it now; the caller holds the lock.

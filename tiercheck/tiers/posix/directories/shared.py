@@ -5,9 +5,11 @@ a file system whose metadata is far away:
 
 - A file being written lies beside its target, under a name that no key can have (it holds a backslash): renaming
   inside a directory concerns one metadata server.
-- Names change under a *shared* lock, so that writers do not wait for one another; a put on condition of an etag,
-  and a listing, take it exclusively. A creation needs no lock: ``link`` fails if the name exists. If the
-  mount carries no locks there are none: then puts know no conditions.
+- A file gets a name that nobody has without any lock: ``link`` fails if somebody has it, and a listing shows the other
+  names all the same. So the ranks of a large job, whose objects have names of their own, wait neither for one another
+  nor for those who list. Names are listed, and go, under a *shared* lock; a put that takes the place of an object, or
+  has an etag as its condition, takes it exclusively. If the mount carries no locks there are none: then puts know no
+  conditions.
 - A directory's own name is made durable once, not with every put into it.
 - Etags need no counter that all clients share: the part of a second in a modification time is drawn at random.
 
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 
+from tiercheck.errors import AlreadyExists, Unsupported
 from tiercheck.tiers.posix.beneath import parent_of
 from tiercheck.tiers.posix.directories.debris import leftover
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
@@ -91,9 +94,14 @@ class SharedDirectory(ObjectDirectory):
         """Where the file lies that will become ``key``."""
         return parent_of(key)
 
-    def names_changing(self, mode: PutMode) -> AbstractContextManager[int]:
-        """Held while a put changes a name."""
-        return self.locked(shared=mode.kind != "update")
+    @property
+    def new_names_are_seen(self) -> bool:
+        """Whether a new name may come at any time: whoever looks for it finds it, and the other names."""
+        return True
+
+    def names_going(self) -> AbstractContextManager[int]:
+        """Held while an object is removed."""
+        return self.locked(shared=True)
 
     def names_read(self) -> AbstractContextManager[int | None]:
         """Held from before a directory is opened until it has been listed to its end."""
@@ -102,10 +110,6 @@ class SharedDirectory(ObjectDirectory):
     def opened_to_sync(self, folder: str) -> AbstractContextManager[int]:
         """A descriptor of a directory, to make its names durable. Errors: ``FileNotFoundError``."""
         return self.beneath.listed(folder)
-
-    def _names_at_rest(self, already: bool) -> AbstractContextManager[int | None]:
-        # Exclusively, since those who change names hold it shared.
-        return nullcontext() if already else self.locked()
 
     @property
     def excludes_other_nodes(self) -> bool:
@@ -134,11 +138,24 @@ class SharedDirectory(ObjectDirectory):
     def publish(self, temporary: Temporary, key: str, mode: PutMode) -> ObjectInfo:
         self.check_key(key)
         info = self.stamped(temporary, key)
-        with self.names_changing(mode):
-            self.give_name(temporary, key, mode)
+        if not self._is_new(temporary, key, mode):
+            with self.locked():
+                self.give_name(temporary, key, mode)
         with once_published(key):
             self._sync_names(parent_of(key))
         return info
+
+    def _is_new(self, temporary: Temporary, key: str, mode: PutMode) -> bool:
+        """Give the file the key's name if nobody has it, and return whether it has it now."""
+        if mode.kind == "update" or not self.new_names_are_seen:
+            return False
+        if self.locks:
+            os.close(self._open_lock())  # the tier's own directory is there still, and no link
+        try:
+            self.with_folder(key, mode, lambda folder, _: self._name(temporary, folder, key, PutMode.CREATE, None))
+        except (AlreadyExists, Unsupported):  # or there are no hard links; what the mode makes of it is found out next
+            return False
+        return True
 
     def discard(self, temporary: Temporary) -> None:
         try:
@@ -227,7 +244,7 @@ class SharedDirectory(ObjectDirectory):
 
     def remove(self, key: str) -> None:
         self.check_key(key)
-        with self.names_changing(PutMode.OVERWRITE):
+        with self.names_going():
             try:
                 if not stat.S_ISREG(self.look_up(key).st_mode):
                     return
