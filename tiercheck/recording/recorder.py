@@ -260,7 +260,8 @@ class Recorder:
             await self._bases.finish()
             if version not in (self._bases.anchor, self._bases.left):  # it has a base, or gets the one that is folded
                 self._modes.copying.on(CopyingEvent.WRITTEN)
-                self._stream.mark_stepped()
+                if not self._stream.trained_written():  # else the next version is a base, too: the record of this one,
+                    self._stream.mark_stepped()  # which stays, does not lead there
                 await self._bases.begin(version)
                 self._let_next_go_everywhere(version)
                 await self._bases.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import itertools
@@ -23,6 +24,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch import attaching as integration
+from tiercheck.tiers.registry import make_driver
 
 EPOCH, LAST = 5, 14
 """Batches in an epoch, and versions of a run."""
@@ -434,6 +436,36 @@ def test_a_version_that_is_saved_again_at_the_forward_pass_has_the_generators_fr
     reference = Clamps(**options)
     reference.train(4)
     assert [after.losses[version] for version in (2, 3, 4)] == [reference.losses[version] for version in (2, 3, 4)]
+
+
+async def lose(url: str, name: str) -> None:
+    """The one object whose key begins so."""
+    async with make_driver(url) as driver:
+        (found,) = [info.key async for info in driver.list(name)]
+        await driver.delete([found])
+
+
+def test_no_records_lead_past_a_version_that_was_saved_again_without_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record that was published in the step knows nothing of what was written behind it. The base that does may be
+    lost, damaged or late."""
+    monkeypatch.setattr(integration, "Iterations", functools.partial(Iterations, in_step=True))
+    url, run = memory(), Run(says_end=False)
+    checkpointer = run.attach(url)
+    run.train(2)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+    run.train(3)
+    weights = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.train(4)
+    checkpointer.abort()
+    asyncio.run(lose(url, "r00000/g000001/base/000000000002"))
+    after = Run(says_end=False)
+    checkpointer = after.attach(url)
+    assert checkpointer.recovery is not None
+    assert (checkpointer.version, checkpointer.recovery.fidelity) == (3, "exact")
+    assert all(map(torch.equal, after.model.parameters(), weights))
+    checkpointer.abort()
 
 
 class Augmented(Run):
