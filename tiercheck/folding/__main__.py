@@ -25,6 +25,7 @@ from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.server import FoldServer
 from tiercheck.hierarchy import OpenTier
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
+from tiercheck.runtime.descriptors import allow_many_descriptors
 from tiercheck.runtime.priority import ends_first_without_memory
 from tiercheck.streams.errors import NotExact
 from tiercheck.streams.state import FoldShards
@@ -38,6 +39,7 @@ def main(text: str) -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
     launch.settings.take_effect()  # threads started later inherit this
+    allow_many_descriptors()
     ends_first_without_memory()  # its end costs the work, and a trainer's end costs the run
     end_with(launch.owner)
     asyncio.run(live(launch))

@@ -19,6 +19,7 @@ from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.agent.server.service import Agent
 from tiercheck.errors import TierCheckError
+from tiercheck.runtime.descriptors import allow_many_descriptors
 from tiercheck.runtime.priority import stand_back
 
 __all__ = ["run_agent"]
@@ -49,6 +50,7 @@ def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = Non
     if settings.peer_bind:
         importlib.import_module("tiercheck.tiers.peer")  # what is to be loaded is loaded before standing back
     log.info("standing back: %s", stand_back())
+    allow_many_descriptors()
     last_resort = LastResort()
     try:
         asyncio.run(_live(settings, ready, last_resort))

@@ -74,6 +74,9 @@ BATCHES_AT_ONCE = 2
 """How many batches are in memory: one that is being replayed, and the next."""
 OBJECTS_AT_ONCE = 4
 """How many objects of a batch are read at a time."""
+MAPPED_MAX = 128
+"""So many that a tier maps stay mapped until they are replayed: each of them holds a descriptor, and by default a
+process may have 1,024. The others are mapped again."""
 
 
 class Lost(RecoveryError):
@@ -325,7 +328,7 @@ class Reader:
                     return
                 try:
                     found = [await self._get(source, own, until)]
-                    if source in staying or self._mapped(source):
+                    if source in staying or (self._mapped(source) and len(self._held) < MAPPED_MAX):
                         self._held[source] = found[0]
                     async with verifying:
                         self._digests[source] = await self._digest(source, found, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tracemalloc
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from tiercheck.errors import Mismatch, RecoveryError, Transient
 from tiercheck.format.container import TensorEntry, parse
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.recovery.reading import reader
 from tiercheck.recovery.report import Recovery
 from tiercheck.streams.records.snapshot import SnapshotStream
 from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.types import Fidelity
 
 BATCH = 5
@@ -178,6 +181,30 @@ class TestMemory:
         assert any("closed form" in note for note in report(checkpointer).notes)
         gradient = 4 * (6 * 12800 + 1)
         assert peak <= 4 * gradient + 2 * BATCH * gradient, "the base, the new one, and two runs of dense gradients"
+
+    def test_few_objects_stay_mapped(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each holds a descriptor, and a job may have made thousands of versions since its last base."""
+        monkeypatch.setattr(reader, "MAPPED_MAX", 3)
+        training, url = Wide(), f"shm://{name}"
+        checkpointer = training.attach(Hierarchy.of(url), base_every=1000)
+        for version in range(1, 41):
+            training.step(version)
+        checkpointer.abort()
+        counts: Counter[str] = Counter()
+        get = ShmDriver.get
+
+        async def counted(driver: ShmDriver, key: str, **options: Any) -> memoryview:
+            counts[key] += 1
+            return await get(driver, key, **options)
+
+        monkeypatch.setattr(ShmDriver, "get", counted)
+        again = Wide()
+        checkpointer = again.attach(Hierarchy.of(url), base_every=1000)
+        assert again.parameters() == training.states[40]
+        read = [count for key, count in counts.items() if "differential" in key]
+        assert (len(read), min(read), max(read)) == (40, 1, 2)
+        assert read.count(1) <= 16, "the batches that are replayed first, and three more"
+        checkpointer.abort()
 
     @staticmethod
     def nbytes(place: Place, key: str) -> int:
