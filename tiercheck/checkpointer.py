@@ -82,7 +82,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         refuse_other_kind("on_lost_stage", on_lost_stage, LostStage)
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[bool], None]] = []
-        self._on_close: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], object]] = []
         self._process = os.getpid()
         runtime = of_this_process()
         try:
@@ -242,7 +242,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Run ``action`` whenever :meth:`end_iteration` is called, with its ``ends_epoch``."""
         self._on_end_iteration.append(action)
 
-    def on_close(self, action: Callable[[], None]) -> None:
+    def on_close(self, action: Callable[[], object]) -> None:
         """Run ``action`` when :meth:`close` is called, before anything is flushed: it ends an open iteration."""
         self._on_close.append(action)
 

@@ -112,6 +112,12 @@ class Iterations:
         if self._in_step:
             self._publish()
 
+    def skipped(self) -> None:
+        """The iteration has ended without a step, and its version is recorded. As behind a step, the next forward pass
+        tells what the loop has written since."""
+        self._begun = self._passed = False
+        self._ended = True
+
     def said(self, ends_epoch: bool = False) -> None:
         """The loop says that its iteration is over, and perhaps an epoch with it."""
         self._meet_once()

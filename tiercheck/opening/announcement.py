@@ -30,6 +30,7 @@ __all__ = [
 
 
 PLACES_NAMED_MAX = 8
+MOMENTA = frozenset({"betas", "momentum"})
 
 
 def begun(
@@ -158,6 +159,7 @@ def overruled_options(
     """The optimizer's options that the script gave otherwise than the checkpoint has them.
 
     A scheduler moves ``lr``: what it began with is compared then, or nothing (``scheduled``), where it does not tell.
+    Some move the momentum, too: torch's say so in the group.
     What integrations have added under names of ours is state, and no option.
     """
     differing: list[str] = []
@@ -167,7 +169,8 @@ def overruled_options(
             for name in before.keys() - after.keys()
             if not name.startswith("tiercheck.")
         ]
-        for name in before.keys() & after.keys() - {"initial_lr"}:
+        moved = MOMENTA if scheduled or "max_momentum" in before.keys() & after.keys() else frozenset[str]()
+        for name in before.keys() & after.keys() - {"initial_lr"} - moved:
             if name.startswith("tiercheck."):
                 continue
             compared = name

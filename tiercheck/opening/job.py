@@ -197,7 +197,7 @@ class OpenedJob:
         self._check_open()
         await self.recorder.flush()
 
-    async def end(self, first: list[Callable[[], None]]) -> None:
+    async def end(self, first: list[Callable[[], object]]) -> None:
         """Flush on all ranks, and let the coordinator commit what all of them have brought. Collective. It takes the
         actions of ``first`` out of the list and runs them before. Nothing is given back yet.
 

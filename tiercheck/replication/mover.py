@@ -24,23 +24,23 @@ from typing import Any
 
 from tiercheck.errors import DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import Key, LineageKey, ShardKey
+from tiercheck.keys import Key, ShardKey
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import lost, outlived
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
-from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 from tiercheck.replication.actions import COMMITTING, COPYING_BASES, DELETING, MARKING, REPORTING, Actions, copying
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.decisions import Decisions
 from tiercheck.replication.fold_controller import FOLDING, FoldController
 from tiercheck.replication.fold_executor import FoldExecutor
+from tiercheck.replication.generation_record import GenerationRecord
 from tiercheck.replication.handle import MOVER, POLICIES, MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
-from tiercheck.replication.objects.generation import record_generation
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
@@ -126,10 +126,7 @@ class Mover:
         self._room = Room()
         self._life: asyncio.TaskGroup | None = None
         """All that :meth:`run` does, while it does."""
-        self._lineage = lineage
-        self._branch = lineage.branches.get(generation)
-        self._unrecorded = {tier.index for tier in hierarchy.tiers[1:] if self._branch is not None}
-        """Tiers that have not been seen to hold this generation's record: it may not have been writable at attach."""
+        self._record = GenerationRecord(lineage, generation, self._observer, first)
 
     @property
     def seen(self) -> list[tuple[Role, Contents | None]]:
@@ -263,7 +260,7 @@ class Mover:
                 await self._observer.refresh_nearby(nearby_since)
                 nearby_since = None
                 folding = None if self._folding is None else self._folding.state
-                state = self._observer.state, frozenset(self._unrecorded), closing, folding
+                state = self._observer.state, self._record.state, closing, folding
                 if all(self._at_rest.get(lane) == state for lane in lanes):
                     self._seen()
                     if (slow := self._observer.slow_views_s) or self.status.slow_views_s:
@@ -303,19 +300,13 @@ class Mover:
         )
         return succeeded
 
-    async def _record(self, tier: OpenTier, branch: Branch) -> None:
-        """Before that nothing is done in the tier."""
-        await record_generation(tier, branch, self._lineage, self._observer.rank, self._hierarchy.first)
-        self._unrecorded.discard(tier.index)
-
     def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
         """What policy asks to be done for the tier. Of a tier that cannot be listed nobody knows."""
         visible, sure, actions = self._observer.visible, self._observer.sure, self._actions
         if not visible(tier.index):
             return []
-        if tier.index in self._unrecorded and self._branch is not None:
-            record = partial(self._record, tier, self._branch)
-            return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
+        if self._record.lacks(seen, tier):
+            return [Action(RECORDING, str(self._record.key), partial(self._record.put, tier))]
         reports = self._retention.reports(seen, tier.index)
         return [
             *(self._folds(seen) if tier.index == 0 else ()),

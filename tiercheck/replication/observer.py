@@ -165,6 +165,10 @@ class Observer:
         """Whether the tier was ever listed."""
         return self._known[index].listed_at > float("-inf")
 
+    def listed_at(self, index: int) -> float:
+        """When the listing began of which the tier's contents are, in the event loop's seconds."""
+        return self._known[index].listed_at
+
     def sure(self, index: int) -> bool:
         """Whether what is known of the tier has every commit record older than the newest one there.
 

@@ -184,6 +184,14 @@ class TestAnOptionThatTheCheckpointOverrules:
         assert "lr=0.1 instead of 0.2 (group 0)" in (told or "")
         assert overruled_options([{"lr": 0.2}], [{"lr": 0.05}], scheduled=True) is None
 
+    def test_a_momentum_that_a_scheduler_moves_is_not(self) -> None:
+        given, restored = {"betas": (0.8, 0.99)}, {"betas": (0.83, 0.99)}
+        assert overruled_options([given], [restored], scheduled=True) is None
+        told = overruled_options([given], [restored], scheduled=False)
+        assert "betas=(0.83, 0.99) instead of (0.8, 0.99)" in (told or "")
+        moved = {"max_momentum": 0.95, "momentum": 0.9, "betas": (0.8, 0.99)}
+        assert overruled_options([{**moved, "momentum": 0.95}], [{**moved, **restored}], scheduled=False) is None
+
     def test_a_list_is_a_tuple_that_was_stored(self) -> None:
         assert overruled_options([{"betas": (0.9, 0.95)}], [{"betas": [0.9, 0.95]}], scheduled=False) is None
 

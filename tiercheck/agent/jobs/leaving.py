@@ -18,15 +18,20 @@ log = logging.getLogger(__name__)
 
 FREE_S_MAX = 10.0
 PEER = "peer"
+EVERYWHERE = "everywhere"
+"""The policy's name in a replication job."""
 
 
 async def free_copies(job: ReplicationJob) -> None:
     """Delete this rank's objects, up to the job's generation, from the neighbour's memory. Called once everything
-    captured is where policy wants it, or nobody needs it; after a clean end the first tier keeps what it has until its
-    namespace is removed.
+    captured is where policy wants it; after a clean end the first tier keeps what it has until its namespace is
+    removed. If policy does not send everything everywhere, a tier that outlives more may lack what the neighbour has,
+    which stays there.
 
     A neighbour that cannot be reached is left as it is: what it keeps goes with its namespace.
     """
+    if set(job.placement) != {EVERYWHERE}:
+        return
     hierarchy = job.hierarchy.open()
     outlives = hierarchy.survives
     schemes = [TierURL.parse(tier.url).scheme for tier in job.tiers]

@@ -75,6 +75,8 @@ class RankReplicator:
         """The last one of the mover before, with what all movers before it counted."""
         self._heard_at = _now()
         self._trainer = trainer
+        self._trainer_seen: Trainer | None = Trainer("unknown", recovering=True)
+        """Until it was looked at once, nothing is moved."""
         self._registered = False
         """The trainer that recovers has registered this: its pause is over."""
         self._calls = CallsUnderWay()
@@ -123,7 +125,7 @@ class RankReplicator:
     @property
     def left(self) -> bool:
         """Whether its trainer is gone: what it has captured may be of a generation that nobody goes back to."""
-        return not self.gone and self.silent_s > SILENT_S and self._trainer() is None
+        return not self.gone and self.silent_s > SILENT_S and self._seen_trainer() is None
 
     @property
     def needed(self) -> bool:
@@ -242,8 +244,8 @@ class RankReplicator:
     async def _live(self) -> None:
         failures = 0
         while self.state not in FINAL:
-            await self._until(lambda: self.state is State.OPENING)
             try:
+                await self._until(lambda: self.state is State.OPENING)
                 await self._open_and_move()
                 failures = 0
                 continue
@@ -340,7 +342,7 @@ class RankReplicator:
     async def _attend(self, running: asyncio.Future[None]) -> None:
         """Look after a running mover until it ends, pauses or rests."""
         while not running.done() and self.state is State.MOVING:
-            if is_leaving(self.job.namespace) and self._trainer() is None:
+            if is_leaving(self.job.namespace) and self._seen_trainer() is None:
                 raise FirstTierGone("it is being removed", tier=self.job.namespace)
             self.throughput.note(_now(), self.status.copied_bytes)
             if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
@@ -395,8 +397,14 @@ class RankReplicator:
     def _recovering(self) -> bool:
         if self._registered:
             return False
-        trainer = self._trainer()
+        trainer = self._seen_trainer()
         return trainer is not None and trainer.recovering
+
+    def _seen_trainer(self) -> Trainer | None:
+        """As it was, if the look fails: the system may have no descriptor to give just now."""
+        with suppress(OSError):
+            self._trainer_seen = self._trainer()
+        return self._trainer_seen
 
     @property
     def _finished(self) -> bool:

@@ -261,6 +261,8 @@ class _Hooks:
 
     def _step_returns(self) -> None:
         if self._iterations is not None and self._iterations.in_step:
+            if self._record_skipped(End.SAID):  # all of it is as of now, as after a step that was made
+                self._iterations.skipped()
             self.provider.behind_step.mark()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -284,14 +286,17 @@ class _Hooks:
             self._iterations.said(ends_epoch)
             self._record_skipped(End.SAID)
 
-    def _record_skipped(self, end: End = End.UNSEEN) -> None:
-        """Versions whose gradients were not finite end without a step, and no hook sees them."""
+    def _record_skipped(self, end: End = End.UNSEEN) -> bool:
+        """Versions whose gradients were not finite end without a step, and no hook of the optimizer sees them. Returns
+        whether there was one."""
         if self._checkpointer is None:
-            return
-        for version in self.provider.skipped_after(self._checkpointer.version, self._skipped_steps):
+            return False
+        skipped = self.provider.skipped_after(self._checkpointer.version, self._skipped_steps)
+        for version in skipped:
             if end is not End.SAID:
                 self.provider.beside.skipped()
             with self.provider.between_iterations():
                 self._checkpointer.skip(version)
             self.provider.published()
         self._skipped_steps = self.provider.skipped_steps()
+        return bool(skipped)

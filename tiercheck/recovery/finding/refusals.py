@@ -32,11 +32,11 @@ def check(past: Past) -> None:
     """Errors: ``RecoveryError`` for two histories, and for versions whose lineage is lost."""
     check_numbers(past)
     if (newest := past.orphaned) is not None:
+        older = f", or remove the objects {LineageKey(newest)} and r*/g{newest:06d}/* to go back to an older version"
         raise RecoveryError(
             f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
             f"in every tier ({past.places}): see first whether it is whole there and damaged on the way. Bring back a "
-            f"tier that holds it, or remove the objects {LineageKey(newest)} and r*/g{newest:06d}/* to go back to an "
-            "older version"
+            f"tier that holds it{older if past.branches else ''}"
         )
     check_strangers(past)
     check_places(past)

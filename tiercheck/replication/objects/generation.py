@@ -54,7 +54,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-EMPTIED = "holds nothing of this job, though this node's memory says that the job has saved there"
+EMPTIED = "has no record of this job, though this node's memory says that the job has saved there"
 UNSEEN = 16
 """Numbers that are left out where a tier could not be asked which are taken: it may know of starts that failed."""
 
@@ -115,9 +115,11 @@ async def open_generation(
     return Opening(later, created=created)
 
 
-async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int, first: OpenTier) -> None:
+async def record_generation(
+    tier: OpenTier, branch: Branch, lineage: Lineage, rank: int, first: OpenTier, *, again: bool = False
+) -> None:
     """Have the generation recorded in a tier before anything else is put there. Idempotent. ``first``: the rank's
-    first tier, which has the record.
+    first tier, which has the record. ``again``: the tier had the record, and has what is committed still.
 
     A damaged record of it is replaced. Errors: ``JobConflict`` if another job has opened this number, or has gone on
     there from an older version than ``lineage`` did, and has captured something of this ``rank``; ``Transient`` if
@@ -140,7 +142,7 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, ra
         return
     if tier.role.shared:
         listed = await listed_lineage(tier)
-        if not listed:
+        if not listed and not again:
             await _check_emptied(tier, key, first)
         await _check_strangers(tier, listed, branch, lineage, rank)
     await _put_record(tier, record)

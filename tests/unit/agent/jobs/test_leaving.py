@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -169,8 +170,10 @@ async def test_what_is_kept_for_neighbours_under_the_name_goes_with_it(node: Nod
         remove_namespace(f"{node.name}-never")
 
 
-async def test_a_clean_end_frees_the_neighbours_memory(node: Node) -> None:
-    """What a tier that outlives more has, the neighbour no longer keeps for this rank; what is another rank's stays."""
+@pytest.mark.parametrize("placement", ["everywhere", "bases_only"])
+async def test_a_clean_end_frees_the_neighbours_memory(placement: str, node: Node) -> None:
+    """What a tier that outlives more has, the neighbour no longer keeps for this rank; what is another rank's stays,
+    and so does all of it if that tier has not been sent everything."""
     other = Node(node.folder)
     node.namespaces.append(f"peer-{other.name}-run")
     async with AsyncExitStack() as stack:
@@ -179,6 +182,8 @@ async def test_a_clean_end_frees_the_neighbours_memory(node: Node) -> None:
         plain = node.job(node.shm(), batch=1)
         peer = JobTier("peer", f"peer://run?at={there.hello().peer_endpoint}&deadline=5")
         job = _with_peer(plain, peer)
+        if placement == "bases_only":
+            job = replace(job, placement=(f"bases_only?tier={plain.tiers[1].name}",))
         hierarchy = await stack.enter_async_context(node.open(job))
         await open_generation(hierarchy)
         client = await stack.enter_async_context(await connect_agent(node.name))
@@ -191,13 +196,13 @@ async def test_a_clean_end_frees_the_neighbours_memory(node: Node) -> None:
         assert str(base(0)) in await held(hierarchy, 1)
         await mover.withdraw()
         shards = [key for key in await held(hierarchy, 1) if key.endswith(".safetensors")]
-        assert shards == [str(base(0, rank=1))]
+        kept = [str(base(0)), str(record(1))] if placement == "bases_only" else []
+        assert sorted(shards) == sorted([*kept, str(base(0, rank=1))])
         assert str(base(0)) in await held(hierarchy, 2)
+        assert (str(record(1)) in await held(hierarchy, 2)) is not bool(kept)
         async with make_driver(plain.namespace) as first:
             assert [info.key async for info in first.list("r")], "a restart reads its own memory"
 
 
 def _with_peer(plain: ReplicationJob, peer: JobTier) -> ReplicationJob:
-    from dataclasses import replace
-
     return replace(plain, tiers=(plain.tiers[0], peer, plain.tiers[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from tests.training import Training, life, memory
 from tiercheck.errors import RecoveryError, SaveError
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.tiers.registry import make_driver
 
-REFUSED = r"tier nvme holds nothing of this job, though this node's memory says .* is not mounted, or was emptied"
+REFUSED = r"tier nvme has no record of this job, though this node's memory says .* is not mounted, or was emptied"
 
 
 def trained(tiers: Hierarchy, first: int, last: int) -> Training:
@@ -86,7 +88,7 @@ def test_a_store_that_was_away_and_is_empty_then_is_refused(tmp_path: Path) -> N
     store.unlink()
     for version in (7, 8):
         training.step(version)
-    with pytest.raises(SaveError, match="it holds nothing of this job, though this node's memory says"):
+    with pytest.raises(SaveError, match="it has no record of this job, though this node's memory says"):
         checkpointer.flush()
     checkpointer.abort()
     assert contents(store) == {}
@@ -96,6 +98,45 @@ def test_a_store_that_was_away_and_is_empty_then_is_refused(tmp_path: Path) -> N
     (tmp_path / "away").rename(store)
     after = trained(tiers, 9, 10)
     assert after.states[8] == training.parameters()
+
+
+async def remove(url: str, prefix: str) -> int:
+    """Behind the job's back. Returns how many objects."""
+    async with make_driver(url) as driver:
+        found = [info.key async for info in driver.list(prefix)]
+        await driver.delete(found)
+    return len(found)
+
+
+def test_a_store_that_is_emptied_while_the_job_runs_is_an_error_and_nothing_more_is_put_there(tmp_path: Path) -> None:
+    store = f"nvme://{tmp_path}/store?survives=rack"
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(memory(), store), base_every=2, deadline_s=4.0)
+    for version in range(1, 5):
+        training.step(version)
+    checkpointer.flush()
+    assert asyncio.run(remove(store, "")) > 5
+    with pytest.raises(SaveError, match="it no longer has what this job has saved there: it was emptied"):
+        checkpointer.flush()
+    checkpointer.abort()
+    assert asyncio.run(remove(store, "")) == 0
+
+
+def test_a_record_that_somebody_has_removed_is_put_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a rule of a bucket may, that removes what is oldest: nobody could read what is there without it."""
+    store = f"nvme://{tmp_path}/store?survives=rack"
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(memory(), store), base_every=2, deadline_s=10.0)
+    for version in range(1, 5):
+        training.step(version)
+    checkpointer.flush()
+    assert asyncio.run(remove(store, "job/lineage/")) == 1
+    training.step(5)
+    checkpointer.close()
+    assert "somebody has removed job/lineage/g000001 from the tier nvme" in caplog.text
+    alone = Training()
+    alone.attach(Hierarchy.of(memory(), store)).abort()
+    assert alone.parameters() == training.states[5]
 
 
 def test_a_start_without_the_store_names_the_versions_that_memory_loses(
