@@ -54,7 +54,7 @@ def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim
 
 def _beyond_torch(kind: type) -> bool:
     """Whether a class of somebody else's is derived from one of torch's."""
-    derived = type.__subclasses__(kind)
+    derived: list[type] = type.__subclasses__(kind)
     return any(each.__module__.partition(".")[0] != "torch" or _beyond_torch(each) for each in derived)
 
 
