@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -44,11 +44,18 @@ class RecordCloser:
     """Closes the records of one rank, in order. It calls ``arrived`` on the event loop with each that it publishes."""
 
     def __init__(
-        self, memory: Reservations, scheduler: Scheduler, arrived: Callable[[int], None], *, deadline_s: float
+        self,
+        memory: Reservations,
+        scheduler: Scheduler,
+        arrived: Callable[[int], None],
+        make_room: Callable[[], Awaitable[bool]],
+        deadline_s: float,
     ) -> None:
+        """``make_room``: as of :class:`Reservations`, but called on the event loop."""
         self._memory = memory
         self._scheduler = scheduler
         self._arrived = arrived
+        self._make_room = make_room
         self._deadline_s = deadline_s
         self._on_their_way: deque[_OnItsWay] = deque()
 
@@ -98,7 +105,7 @@ class RecordCloser:
             try:
                 nbytes = await settled(asyncio.wrap_future(closing))
             except CapacityExceeded:
-                longer = await self._memory.reserve_on_loop(key, nbytes_unexpected)
+                longer = await self._memory.reserve_on_loop(key, nbytes_unexpected, self._make_room)
                 short, reservation = reservation, longer
                 capture.move(longer.buffer)
                 await self._drop(short)

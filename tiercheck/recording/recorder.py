@@ -115,7 +115,7 @@ class Recorder:
         self._requests = MoverRequests(mover, scheduler, config.deadline_s)
         wait = partial(Wait, scheduler, self._requests.hurry, self._saves)
         self._memory = Reservations(hierarchy.first, scheduler, self._requests.make_room, wait, config)
-        self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, deadline_s=config.deadline_s)
+        self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, mover.make_room, config.deadline_s)
         self._bases = Bases(
             stream,
             hierarchy.first,
@@ -260,8 +260,8 @@ class Recorder:
             await self._bases.finish()
             if version not in (self._bases.anchor, self._bases.left):  # it has a base, or gets the one that is folded
                 self._modes.copying.on(CopyingEvent.WRITTEN)
-                if not self._stream.trained_written():  # else the next version is a base, too: the record of this one,
-                    self._stream.mark_stepped()  # which stays, does not lead there
+                if not self._stream.trained_written():  # no record leads there: the next version is a base, too
+                    self._stream.mark_stepped()
                 await self._bases.begin(version)
                 self._let_next_go_everywhere(version)
                 await self._bases.finish()

@@ -76,16 +76,27 @@ class Reservations:
                     return await self._reserved_with_room(key, nbytes, ready, until)
         raise full
 
-    async def reserve_on_loop(self, key: ShardKey, nbytes: int) -> Reservation:
-        """As :meth:`reserve`, called on the event loop, and without making room."""
+    async def reserve_on_loop(
+        self, key: ShardKey, nbytes: int, make_room: Callable[[], Awaitable[bool]]
+    ) -> Reservation:
+        """As :meth:`reserve`, called on the event loop, on which ``make_room`` is called, too."""
         until = asyncio.get_running_loop().time() + self._deadline_s - AGAIN_S  # before who waits for this gives up
+        more = True
         while True:
             try:
                 return await self._tier.driver.reserve(str(key), nbytes)
-            except FileSystemFull:
-                if not self._is_patient or asyncio.get_running_loop().time() >= until:
+            except CapacityExceeded as error:
+                others = isinstance(error, FileSystemFull)
+                if not (self._is_patient if others else more) or asyncio.get_running_loop().time() >= until:
                     raise
-            await asyncio.sleep(AGAIN_S)
+            if others:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            try:
+                async with asyncio.timeout_at(until):
+                    more = await make_room()
+            except TimeoutError:
+                more = False
 
     def close(self) -> None:
         """Whoever waits for memory that others hold does so no longer."""

@@ -13,7 +13,7 @@ from tiercheck.runtime.front import ThreadScheduler, run
 
 
 def closer(scheduler: ThreadScheduler, *published: Future[int]) -> RecordCloser:
-    made = RecordCloser(cast(Any, None), scheduler, lambda version: None, deadline_s=0.05)
+    made = RecordCloser(cast(Any, None), scheduler, lambda version: None, cast(Any, None), deadline_s=0.05)
     made._on_their_way.extend(_OnItsWay(version, each) for version, each in enumerate(published, 10))
     return made
 

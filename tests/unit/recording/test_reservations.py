@@ -378,6 +378,9 @@ class FullTier:
             raise CapacityExceeded(FULL)
         return types.SimpleNamespace(buffer=memoryview(bytearray(nbytes)))
 
+    async def reserve(self, key: str, nbytes: int) -> Any:
+        return self.reserve_nowait(key, nbytes)
+
     def reservations(self, seconds: Iterator[float]) -> Reservations:
         opened, scheduler = types.SimpleNamespace(driver=self), types.SimpleNamespace(time=lambda: next(seconds))
         config = CheckpointConfig(deadline_s=60.0)
@@ -398,15 +401,20 @@ class FullTier:
         (3, [True, False], False),
     ],
 )
-async def test_room_is_made_as_long_as_something_is_deleted(lacks: int, frees: list[bool], there: bool) -> None:
-    tier = FullTier(lacks, frees)
+@pytest.mark.parametrize("on_loop", [False, True])
+async def test_room_is_made_as_long_as_something_is_deleted(
+    lacks: int, frees: list[bool], there: bool, on_loop: bool
+) -> None:
+    tier = FullTier(lacks, left := frees.copy())
     memory = tier.reservations(itertools.repeat(0.0))
+    key = ShardKey.differential(1, 1, 1, 0)
+    reserving = memory.reserve_on_loop(key, 10, tier.make_room) if on_loop else memory.reserve(key, 10)
     if there:
-        assert (await memory.reserve(ShardKey.differential(1, 1, 1, 0), 10)).buffer.nbytes == 10
+        assert (await reserving).buffer.nbytes == 10
     else:
         with pytest.raises(CapacityExceeded):
-            await memory.reserve(ShardKey.differential(1, 1, 1, 0), 10)
-    assert frees == []
+            await reserving
+    assert left == []
 
 
 async def test_room_is_made_until_the_deadline() -> None:

@@ -51,8 +51,8 @@ def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 raise ConfigurationError(f"another export is writing to {target}: wait for it, or choose another name")
             put_back(work, target)
             clear(work)
-            check_free(target, overwrite=overwrite)
             try:
+                check_free(target, overwrite=overwrite)
                 yield work
             finally:
                 put_back(work, target)

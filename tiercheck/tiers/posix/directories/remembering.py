@@ -44,13 +44,11 @@ LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class RememberingDirectory(SharedDirectory):
     """See the module."""
 
+    locks_new_names = True
+
     def folder_for_writing(self, key: str) -> str:
         del key
         return TEMPORARIES
-
-    @property
-    def new_names_are_seen(self) -> bool:
-        return False
 
     def names_going(self) -> AbstractContextManager[int]:
         return self.locked()

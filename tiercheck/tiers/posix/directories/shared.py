@@ -62,6 +62,9 @@ class SharedDirectory(ObjectDirectory):
     """``traits``: what the mount promises. ``create_file(folder, path, nbytes)`` makes and opens a new
     file, 0600, in the directory that is open as ``folder``."""
 
+    locks_new_names = False
+    """Whether the lock is held, too, while a file gets a name that nobody has."""
+
     def __init__(self, root: Path, traits: Traits) -> None:
         super().__init__(root, durable=True)
         self.traits = traits
@@ -93,11 +96,6 @@ class SharedDirectory(ObjectDirectory):
     def folder_for_writing(self, key: str) -> str:
         """Where the file lies that will become ``key``."""
         return parent_of(key)
-
-    @property
-    def new_names_are_seen(self) -> bool:
-        """Whether a new name may come at any time: whoever looks for it finds it, and the other names."""
-        return True
 
     def names_going(self) -> AbstractContextManager[int]:
         """Held while an object is removed."""
@@ -138,16 +136,16 @@ class SharedDirectory(ObjectDirectory):
     def publish(self, temporary: Temporary, key: str, mode: PutMode) -> ObjectInfo:
         self.check_key(key)
         info = self.stamped(temporary, key)
-        if not self._is_new(temporary, key, mode):
+        if not self._named_if_free(temporary, key, mode):
             with self.locked():
                 self.give_name(temporary, key, mode)
         with once_published(key):
             self._sync_names(parent_of(key))
         return info
 
-    def _is_new(self, temporary: Temporary, key: str, mode: PutMode) -> bool:
-        """Give the file the key's name if nobody has it, and return whether it has it now."""
-        if mode.kind == "update" or not self.new_names_are_seen:
+    def _named_if_free(self, temporary: Temporary, key: str, mode: PutMode) -> bool:
+        """Give the file the key's name if nobody has it. Returns whether it has it now."""
+        if mode.kind == "update" or self.locks_new_names:
             return False
         if self.locks:
             os.close(self._open_lock())  # the tier's own directory is there still, and no link
