@@ -42,7 +42,7 @@ def replay_adam(
     """
     state = [torch.from_numpy(array) for array in (param, exp_avg, exp_avg_sq)]
     largest = None if max_exp_avg_sq is None else torch.from_numpy(max_exp_avg_sq)
-    scratch = torch.empty(3, TILE)
+    scratch = torch.empty(3, TILE, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for start in range(0, param.size, TILE):
             stop = min(start + TILE, param.size)

@@ -133,7 +133,7 @@ def lagging(seen: Observation) -> str:
     if not late:
         return f"base {waiting.first} is not committed yet by rank {COORDINATOR}"
     names = ", ".join(map(str, late[:RANKS_NAMED_MAX])) + (", ..." if len(late) > RANKS_NAMED_MAX else "")
-    return f"base {waiting.first} has not come whole to {seen.durable.name} from rank {names}"
+    return f"base {waiting.first} is not known to have come whole to {seen.durable.name} from rank {names}"
 
 
 def uncommitted(seen: Observation) -> str:

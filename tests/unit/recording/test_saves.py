@@ -74,7 +74,7 @@ def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
     prepares = replace(status, not_folded="folding is still being prepared")
     assert prepares.holds_up == "no base after version 56 is folded yet: folding is still being prepared"
     assert not prepares.holds_up_a_flush
-    captured = MoverStatus(held_up_by="base 0 has not come whole to s3 from rank 3", awaits_base=True)
+    captured = MoverStatus(held_up_by="base 0 is not known to have come whole to s3 from rank 3", awaits_base=True)
     assert captured.holds_up_a_flush == captured.held_up_by
 
 

@@ -135,7 +135,7 @@ class UniversalCheckpoint:
 
     @property
     def _step(self) -> torch.Tensor:
-        return torch.tensor(float(max(self._steps, default=self.version)))
+        return torch.tensor(float(max(self._steps, default=self.version)), dtype=torch.float32)
 
     @property
     def fidelity(self) -> Fidelity:

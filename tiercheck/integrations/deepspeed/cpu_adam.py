@@ -106,7 +106,7 @@ class CPUAdamPowers:
 
     def _update(self, step: int, betas: tuple[float, float]) -> None:
         inner: Any = self._layout.inner
-        parameter, gradient, average, square = torch.zeros(4, 1)
+        parameter, gradient, average, square = torch.zeros(4, 1, dtype=torch.float32, device="cpu")
         inner.ds_opt_adam.adam_update(
             inner.opt_id, step, 0.0, *betas, 1.0, 0.0, True, parameter, gradient, average, square
         )

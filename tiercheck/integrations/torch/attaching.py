@@ -350,6 +350,8 @@ class _Hooks:
     def _end_step(self) -> None:
         self.provider.after_loss.lower_rate(self._optimizer.param_groups)
         if self._checkpointer is not None and self._iterations is not None:
+            if self._repeatability.is_unfinished():
+                self._checkpointer.cannot_be_replayed()
             self._iterations.stepped(self._checkpointer.version + 1)
 
     def _before_calls_of(

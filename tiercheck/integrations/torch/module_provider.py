@@ -11,6 +11,7 @@ import torch
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
+from tiercheck.integrations.torch.refused_parameters import refuse_parameters
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.extra_state import ExtraState
@@ -289,6 +290,7 @@ class ModuleProvider:
                 )
             if tensor.is_meta:
                 raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
+        refuse_parameters(self._masters, self.masters(), self._optimizer.param_groups)
 
 
 def masters_by_name(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.nn.Parameter]:

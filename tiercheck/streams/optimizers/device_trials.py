@@ -27,7 +27,7 @@ def outcome_on_device(
     optimizer: ReplayableOptimizer[Any], implementation: str, device: str, trial: Trial
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """Its first step makes its state; then the trial's state is planted."""
-    parameter = torch.nn.Parameter(torch.zeros(trial.held["param"].size, device=device))
+    parameter = torch.nn.Parameter(torch.zeros(trial.held["param"].size, dtype=torch.float32, device=device))
     arguments: dict[str, Any] = {**optimizer.arguments(implementation), **trial.options}
     stepping = class_of(optimizer.kind)([parameter], **arguments)
     parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gpu_adam import Powers
 from tiercheck.kernels.gradients import Gradient
-from tiercheck.streams.tensors.group_options import tensor_options
+from tiercheck.streams.tensors.group_options import numpy_options, tensor_options
 
 __all__ = [
     "FUSED",
@@ -132,9 +132,13 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
         """Keyword arguments of the class to certify with: every path that its step can take."""
 
     def why_called(self, options: Mapping[str, Any]) -> str | None:
-        """As :meth:`reason_not_replayable`, which knows numbers alone: with a tensor torch may compute otherwise."""
-        tensors = tensor_options(options)
-        return f"{tensors[0]} is a tensor" if tensors else self.reason_not_replayable(options)
+        """As :meth:`reason_not_replayable`, which knows Python's numbers alone: with a tensor, or a number of NumPy's
+        that is no float64, torch computes otherwise."""
+        if tensors := tensor_options(options):
+            return f"{tensors[0]} is a tensor"
+        if others := numpy_options(options):
+            return f"{others[0]} is a number of NumPy's, in another precision than Python's"
+        return self.reason_not_replayable(options)
 
     def check_replayable(self, options: Mapping[str, Any]) -> None:
         """Errors: ``ConfigurationError`` if :meth:`why_called` has a reason."""

@@ -267,7 +267,9 @@ def first_state(
 ) -> dict[str, torch.Tensor]:
     """What an optimizer with candidates holds for a parameter before its first step: a count, and zeros."""
     zeros = {name: torch.zeros_like(master) for name in replayable.needs(replayable.step(options, 1))}
-    return {**({} if replayable.counter is None else {replayable.counter: torch.zeros(())}), **zeros}
+    counted = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32  # as torch's own are
+    counter = torch.zeros((), dtype=counted, device="cpu")
+    return {**({} if replayable.counter is None else {replayable.counter: counter}), **zeros}
 
 
 class StoredReader(TensorReader):

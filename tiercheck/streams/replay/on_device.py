@@ -96,7 +96,7 @@ def placed(gradient: Gradient, piece: slice, device: torch.device) -> torch.Tens
     if not isinstance(gradient, SparseGradient):
         return gradient.reshape(-1)[piece].to(device, torch.float32).contiguous()
     part = gradient.piece(piece.start, piece.stop)
-    dense = torch.zeros(piece.stop - piece.start, device=device)
+    dense = torch.zeros(piece.stop - piece.start, dtype=torch.float32, device=device)
     dense[torch.from_numpy(part.indices.astype(np.int64)).to(device)] = torch.from_numpy(part.values.copy()).to(device)
     return dense
 

@@ -37,9 +37,14 @@ def replay_rate(
         state = StoredState(identity, {NAME: 0})
         groups = [dict(each) for each in options]
         count = max(1, min(elements, ELEMENTS_MAX))
-        state.load(masters={NAME: torch.zeros(count)}, optimizer_state={}, extras={}, hyperparameters=groups)
+        state.load(
+            masters={NAME: torch.zeros(count, dtype=torch.float32)},
+            optimizer_state={},
+            extras={},
+            hyperparameters=groups,
+        )
         replayer = Replayer(state, threads=max(1, threads_granted(None) // 2))
-        gradient = torch.linspace(-1, 1, count)
+        gradient = torch.linspace(-1, 1, count, dtype=torch.float32)
         steps = tuple(Step(each + 1, groups, {NAME: gradient}) for each in range(STEPS_AT_ONCE))
         run = Run(1, STEPS_AT_ONCE, steps, {}, {}, Tally())
         replayer.apply(run)  # this makes the optimizer's state, and kernels ready

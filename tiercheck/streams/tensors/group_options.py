@@ -16,7 +16,7 @@ import torch
 
 from tiercheck.streams.tensors.storable import PLAIN, from_storable, to_plain, to_storable
 
-__all__ = ["GroupOptions", "merged_options", "plain_options", "set_options", "tensor_options"]
+__all__ = ["GroupOptions", "merged_options", "numpy_options", "plain_options", "set_options", "tensor_options"]
 
 TENSORS = "tiercheck.tensors"
 """The options of the group that are tensors, or hold some, as they are."""
@@ -94,6 +94,17 @@ def merged_options(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 def tensor_options(options: Mapping[str, Any]) -> list[str]:
     """The names of those that are tensors, or hold some."""
     return sorted(options.get(TENSORS, ()))
+
+
+def numpy_options(options: Mapping[str, Any]) -> list[str]:
+    """The names of those that are numbers of NumPy's in another precision than Python's, or hold some."""
+    return sorted(name for name, value in options.items() if _is_numpys(value))
+
+
+def _is_numpys(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_numpys, value))
+    return isinstance(value, np.floating) and not isinstance(value, float)
 
 
 def tensor_as_kept(current: Any, saved: Any) -> Any:
