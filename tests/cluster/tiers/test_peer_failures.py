@@ -9,9 +9,11 @@ import random
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,28 @@ async def test_puts_and_gets_outlive_a_killed_server(server: PeerProcess) -> Non
             await driver.delete(["k1"])
         assert [item.key async for item in driver.list()] == ["k0"]
         assert (await driver.usage()).used_bytes == len(objects["k0"])
+
+
+def test_a_server_that_has_all_that_it_takes_outlives_a_killed_client() -> None:
+    """What the client has sent waits to be read, on a connection that is gone."""
+    command = [sys.executable, "-m", "tests.cluster.tiers.saturated_peer"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as server:
+        try:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            endpoint = server.stdout.readline().strip()
+            with subprocess.Popen([*command, endpoint], **pipes) as client:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "asked\n"
+                client.kill()
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.wait(7.0)  # longer than its store takes
+            server.stdin.write("\n")
+            server.stdin.close()
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
 
 
 async def test_a_killed_server_never_makes_a_creation_lie(server: PeerProcess) -> None:

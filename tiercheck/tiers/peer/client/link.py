@@ -95,6 +95,7 @@ class Link:
         self._futures: dict[int, asyncio.Future[object]] = {}
         self._numbers = 0
         self._stopped = False
+        self._is_to_reset = False
         self._protocol = ClientProtocol(settings)
         self._next_link = 0
         self._refusals = 0
@@ -217,6 +218,9 @@ class Link:
                     self._connect_again(now)
                 if self._draining:
                     self._drain(now)
+                if self._is_to_reset:  # here, where nobody is at a connection
+                    self._is_to_reset = False
+                    self._reset()
         except Exception:
             log.exception("the connection to peer %s stopped", self._settings.peer)
             raise
@@ -321,7 +325,7 @@ class Link:
                 self._draining[effect.number] = Draining(effect.result, time.monotonic() + DRAIN_S)
             else:
                 assert isinstance(effect, Reset)
-                self._reset()
+                self._is_to_reset = True
         if self._draining:
             self._drain(time.monotonic())
 
@@ -380,7 +384,7 @@ class Link:
                 draining.until = now + DRAIN_S
                 late = True
         if late:
-            self._reset()
+            self._is_to_reset = True
 
     def _report(self, number: int, result: object) -> None:
         try:

@@ -115,6 +115,10 @@ class Putting(Transferring):
         for index in list(self._outstanding):
             if state.received[index >> 3] >> (index & 7) & 1:
                 self._acknowledged(caller, index, now)
+        # It has dropped what it had, since nothing came for long, and began anew.
+        dropped = [index for index in self._taken if not state.received[index >> 3] >> (index & 7) & 1]
+        self._taken.difference_update(dropped)
+        self._lost.extend(dropped)
         self._find_lost(caller, link, request_id)
         self.pump(caller, now)
 

@@ -50,7 +50,7 @@ IO_THREADS = 2
 TICK_S = 0.25
 HANDSHAKE_MS = 5000
 """A client that takes longer to greet is cut off."""
-HEARTBEAT_MS = 3000
+KEEPALIVE_S = 3
 MESSAGES_AT_ONCE = 8
 EVENTS_AT_ONCE = 256
 MESSAGES_QUEUED_MAX = 8
@@ -209,8 +209,11 @@ class _Running:
         router.setsockopt(zmq.RCVHWM, messages_queued_max(self._limits))
         router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        # No heartbeats: libzmq aborts the process if one finds a connection broken whose input waits to be read.
+        router.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        router.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+        router.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
         router.setsockopt(zmq.ZAP_DOMAIN, b"tiercheck")
         if "[" in bind:
             router.setsockopt(zmq.IPV6, 1)
