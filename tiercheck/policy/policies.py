@@ -3,7 +3,7 @@
 ::
 
     policies = Policies(
-        cadence=EverySeconds(600) | EveryVersions(200),
+        cadence=EverySeconds(600, versions_max=200),
         placement=BasesOnly("s3") & EveryNth("s3", 10),
         retention=KeepLast(2) | KeepEvery(1000) | KeepBest("eval_loss", 3),
         pacing=BytesPerSecond("s3", 200e6),
