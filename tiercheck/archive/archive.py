@@ -352,7 +352,7 @@ class Archive:
         return self._scheduler
 
     def _call(self, coroutine: Coroutine[Any, Any, T], deadline_s: float | None = None) -> T:
-        within_s = 3 * self._deadline_s if deadline_s is None else deadline_s
+        within_s = 3 * self._deadline_s + CLOSE_S if deadline_s is None else deadline_s
         if self._scheduler is None:
             coroutine.close()
         return run(self._running().call(coroutine, what="reading the tiers", deadline_s=within_s))

@@ -241,16 +241,17 @@ class Recorder:
         if not (names := self._stream.written()):
             return
         if doubt(self._stream, self._stream.doubts.with_late(names)):
-            await self.recapture()
+            await self.recapture(doubted=True)
 
     def written(self) -> tuple[str, ...]:
         """The names of what was written to since the newest version was published."""
         return self._stream.written()
 
-    async def recapture(self, *, moved: bool = False) -> bool:
+    async def recapture(self, *, moved: bool = False, doubted: bool = False) -> bool:
         """Capture the newest version again, as a base of the present state, if the state was written to after that
-        version was published and the version is no base yet; or ``moved``, as the caller has seen. Returns whether it
-        was. Errors: as :meth:`begin_iteration`."""
+        version was published and the version is no base yet; or ``moved``, as the caller has seen. Unless later records
+        say so (``doubted``), none leads on to what was written. Returns whether it was. Errors: as
+        :meth:`begin_iteration`."""
         if not (self._stream.written() or moved):
             return False
         version = self.version
@@ -260,7 +261,7 @@ class Recorder:
             await self._bases.finish()
             if version not in (self._bases.anchor, self._bases.left):  # it has a base, or gets the one that is folded
                 self._modes.copying.on(CopyingEvent.WRITTEN)
-                if not self._stream.trained_written():  # no record leads there: the next version is a base, too
+                if doubted or not self._stream.trained_written():  # else the next version is a base, too
                     self._stream.mark_stepped()
                 await self._bases.begin(version)
                 self._let_next_go_everywhere(version)

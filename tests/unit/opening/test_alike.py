@@ -109,7 +109,9 @@ def test_a_job_does_not_end_well_if_nothing_was_ever_committed(tmp_path: Path) -
     """A store without conditional puts tells nobody that a record is there already."""
     ended = started(apart(tmp_path, Unconditional), last=3, deadline_s=2.0)
     assert isinstance(ended[0], SaveError)
-    assert "base 0 is not known to have come whole to nvme from rank 1, though it has brought everything" in str(ended[0])
+    assert "base 0 is not known to have come whole to nvme from rank 1, though it has brought everything" in str(
+        ended[0]
+    )
 
 
 def test_a_rank_that_has_not_brought_everything_is_not_waited_for_once_more(

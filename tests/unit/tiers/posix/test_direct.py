@@ -133,7 +133,10 @@ def test_the_page_cache_is_looked_at_before_the_disk_is(disk: Path) -> None:
     os.write(fd, CONTENT)
     os.fsync(fd)
     assert is_cached(fd, 0, len(CONTENT))
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(1000):  # on a busy machine the kernel may still be at the pages
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not is_cached(fd, 0, len(CONTENT)):
+            break
     assert not is_cached(fd, 0, len(CONTENT))
     os.pread(fd, 1, len(CONTENT) // 2)
     assert not is_cached(fd, 0, len(CONTENT)), "a part of it is not all of it"
