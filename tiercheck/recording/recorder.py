@@ -248,10 +248,9 @@ class Recorder:
         return self._stream.written()
 
     async def recapture(self, *, moved: bool = False, doubted: bool = False) -> bool:
-        """Capture the newest version again, as a base of the present state, if the state was written to after that
-        version was published and the version is no base yet; or ``moved``, as the caller has seen. Unless later records
-        say so (``doubted``), none leads on to what was written. Returns whether it was. Errors: as
-        :meth:`begin_iteration`."""
+        """Capture the newest version again, as a base of the present state, if that was written to since (or has
+        ``moved``, as the caller has seen) and the version is no base yet. Unless later records say so (``doubted``),
+        none leads on to what was written. Returns whether it was. Errors: as :meth:`begin_iteration`."""
         if not (self._stream.written() or moved):
             return False
         version = self.version

@@ -41,7 +41,7 @@ class Deaf:
                 count = -(-message.nbytes // message.chunk_bytes)
                 state = PutState(message.transfer, 7, 4, bytes((count + 7) // 8))
                 self._router.send_multipart([peer, encode(number, state)])
-                time.sleep(0.3)  # until chunks are on their way
+                self._router.poll(20_000)  # a chunk has come; nobody reads it
                 failure = Failure(message.transfer, "CapacityExceeded", "no room")
                 self._router.send_multipart([peer, encode(number, failure)])
                 self._say_on(peer, until=time.monotonic() + 2.0)
