@@ -55,6 +55,10 @@ class MoverRequests:
         """Whether something was deleted from the first tier. Errors: as :meth:`drain`."""
         return await self._ask(self._mover.make_room(), "making room in the first tier")
 
+    async def make_room_on_loop(self) -> bool:
+        """As :meth:`make_room`, for who is on the event loop already, and has a deadline."""
+        return await self._mover.make_room()
+
     def nudge(self, hurry_s: float = 0.0) -> None:
         """There is something for the mover."""
 

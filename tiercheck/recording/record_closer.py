@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiercheck.errors import CapacityExceeded, DeadlineExceeded, SaveError, TierCheckError
 from tiercheck.keys import ShardKey
+from tiercheck.recording.mover_requests import MoverRequests
 from tiercheck.recording.reservations import Reservations
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.runtime.waiting import settled
@@ -48,14 +49,13 @@ class RecordCloser:
         memory: Reservations,
         scheduler: Scheduler,
         arrived: Callable[[int], None],
-        make_room: Callable[[], Awaitable[bool]],
+        requests: MoverRequests,
         deadline_s: float,
     ) -> None:
-        """``make_room``: as of :class:`Reservations`, but called on the event loop."""
         self._memory = memory
         self._scheduler = scheduler
         self._arrived = arrived
-        self._make_room = make_room
+        self._requests = requests
         self._deadline_s = deadline_s
         self._on_their_way: deque[_OnItsWay] = deque()
 
@@ -105,7 +105,7 @@ class RecordCloser:
             try:
                 nbytes = await settled(asyncio.wrap_future(closing))
             except CapacityExceeded:
-                longer = await self._memory.reserve_on_loop(key, nbytes_unexpected, self._make_room)
+                longer = await self._memory.reserve_on_loop(key, nbytes_unexpected, self._requests.make_room_on_loop)
                 short, reservation = reservation, longer
                 capture.move(longer.buffer)
                 await self._drop(short)

@@ -115,7 +115,7 @@ class Recorder:
         self._requests = MoverRequests(mover, scheduler, config.deadline_s)
         wait = partial(Wait, scheduler, self._requests.hurry, self._saves)
         self._memory = Reservations(hierarchy.first, scheduler, self._requests.make_room, wait, config)
-        self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, mover.make_room, config.deadline_s)
+        self._closer = RecordCloser(self._memory, scheduler, self._record_arrived, self._requests, config.deadline_s)
         self._bases = Bases(
             stream,
             hierarchy.first,
