@@ -32,6 +32,7 @@ LIFE_S_MAX = 180.0
 LATE_S_MAX = 3.0
 """How long the other ranks of a job may go on after one of them was killed."""
 POLL_S = 0.001
+"""How often it is looked what a life has written: nobody tells, and who did would be no user's loop."""
 LATER_S = (0.002, 0.01, 0.05)
 """A kill comes up to so long after an iteration was written down: at its end, in the next one, or in a later one."""
 ONE_KILLED = 0.3

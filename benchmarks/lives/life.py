@@ -96,9 +96,7 @@ def update(found: Any, value: Any) -> None:
         found.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
         found.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
-        for name, each in sorted(
-            value.items(), key=lambda item: repr(item[0])
-        ):  # in which order they came says nothing
+        for name, each in sorted(value.items(), key=lambda item: repr(item[0])):  # their order says nothing
             found.update(repr(name).encode())
             update(found, each)
     elif isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tiercheck import keys
-from tiercheck.errors import TierError, Transient
+from tiercheck.errors import DeadlineExceeded, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.observation import Role
@@ -106,7 +106,7 @@ async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterato
         for tier, outcome in zip(hierarchy.tiers, outcomes, strict=True):
             if outcome is not None:
                 continue
-            with suppress(TimeoutError):  # nothing was written: the process may end without
+            with suppress(DeadlineExceeded):  # nothing was written: the process may end without
                 await answered(tier.driver.close(), CLOSE_S)
 
 
@@ -114,7 +114,7 @@ async def open_tier(tier: OpenTier, deadline_s: float) -> None:
     """Errors: the driver's own; ``Transient`` after the deadline."""
     try:
         await answered(tier.driver.open(), deadline_s)
-    except TimeoutError:
+    except DeadlineExceeded:
         trouble = tier.driver.facts().get("trouble", "it does not answer")
         advice = "check its address, or give it longer (deadline_s, or --deadline-s)"
         said = f"it could not be opened within {deadline_s:g} s: {trouble}; {advice}"
@@ -125,15 +125,20 @@ async def within(tier: OpenTier, deadline_s: float, work: Awaitable[T], what: st
     """What the tier is asked to do. Errors: its own; ``Transient`` saying ``what`` after the deadline."""
     try:
         return await answered(work, deadline_s)
-    except TimeoutError:
+    except DeadlineExceeded:
         raise Transient(f"{what} within {deadline_s:g} s", tier=tier.driver.url) from None
 
 
 async def answered(work: Awaitable[T], deadline_s: float) -> T:
-    """The result of ``work``. Errors: its own; ``TimeoutError`` after the deadline. A call that does not end when it is
-    cancelled, such as one to a mount that hangs, is left to itself."""
-    async with asyncio.timeout(deadline_s):
-        return await abandonable(work)
+    """The result of ``work``. Errors: its own; ``DeadlineExceeded``. A call that does not end when it is cancelled,
+    such as one to a mount that hangs, is left to itself."""
+    try:
+        async with asyncio.timeout(deadline_s) as scope:
+            return await abandonable(work)
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded(f"a tier has not answered within {deadline_s:g} s") from None
 
 
 async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> TierContents:
@@ -143,7 +148,7 @@ async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> Tier
         return TierContents(Role(tier.index, tier.name, tier.capabilities.survives), tier.driver.url, away=away)
     try:
         return await answered(_listed(tier), deadline_s)
-    except TimeoutError:
+    except DeadlineExceeded:
         why: TierError = Transient(f"it was not listed within {deadline_s:g} s", tier=tier.driver.url)
     except TierError as error:
         why = error

@@ -11,7 +11,7 @@ from tiercheck import keys
 from tiercheck.archive.inventory import Inventory
 from tiercheck.archive.shards import verify_shard
 from tiercheck.archive.tiers import BYTES_PER_S_MIN, answered
-from tiercheck.errors import ConfigurationError, Corruption, NotFound, TierError, Transient
+from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, NotFound, TierError, Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
@@ -124,7 +124,7 @@ class _Work:
         if tier.index not in self._silent:
             try:
                 return await answered(self._verified(tier, key, info), deadline_s)
-            except TimeoutError:
+            except DeadlineExceeded:
                 self._silent.add(tier.index)
         raise Transient(f"the tier did not answer within {deadline_s:.3g} s", tier=tier.driver.url, key=str(key))
 

@@ -52,6 +52,7 @@ class Repeatability:
         """Whether the step, which is done, cannot be repeated."""
         before, self._before = self._before, None
         flushes, self._flushes = self._flushes, False
+        reorders, self._reorders = self._reorders, False
         begun, self._begun = self._begun, 0
         kinds = differing(before, random_state()) if before is not None else ()
         if kinds:
@@ -64,7 +65,7 @@ class Repeatability:
                 "the step runs on threads that take denormals for zero (torch.set_flush_denormal, or a library when it "
                 "was loaded), and a replay on others would have other bits"
             )
-        if self._reorders:
+        if reorders:
             self._tell(
                 "a fused optimizer on the host reads gradients in the order of memory, and the script has set a .grad "
                 "that lies in another order than its parameter: it gets other elements' gradients. Set .grad to a "
@@ -72,7 +73,7 @@ class Repeatability:
             )
         if begun > 1:
             self._tell("an optimizer's step has raised an error, and nobody knows what it had changed by then")
-        return bool(kinds) or flushes or self._reorders or begun > 1
+        return bool(kinds) or flushes or reorders or begun > 1
 
     def _tell(self, why: str) -> None:
         if why not in self._told:
@@ -93,8 +94,8 @@ def on_host(optimizer: torch.optim.Optimizer) -> bool:
 def reads_in_another_order(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch's fused step on the host takes a gradient's elements for others, since they lie in another order
     than the parameter's."""
-    fused = [each for group in optimizer.param_groups if group.get("fused") for each in group["params"]]
-    pairs = [(each, each.grad) for each in fused if each.grad is not None and each.device.type == "cpu"]
+    fused = (each for group in optimizer.param_groups if group.get("fused") for each in group["params"] if each.is_cpu)
+    pairs = ((each, each.grad) for each in fused if each.grad is not None)
     return any(each.stride() != grad.stride() and strides(each) != strides(grad) for each, grad in pairs)
 
 

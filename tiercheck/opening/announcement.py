@@ -31,6 +31,7 @@ __all__ = [
 
 PLACES_NAMED_MAX = 8
 MOMENTA = frozenset({"betas", "momentum"})
+"""What some schedulers move besides ``lr``."""
 
 
 def begun(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.training import Training, life, memory
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import RecoveryError, SaveError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.registry import make_driver
@@ -108,13 +109,19 @@ async def remove(url: str, prefix: str) -> int:
     return len(found)
 
 
-def test_a_store_that_is_emptied_while_the_job_runs_is_an_error_and_nothing_more_is_put_there(tmp_path: Path) -> None:
-    store = f"nvme://{tmp_path}/store?survives=rack"
+def flushed(store: str, deadline_s: float) -> tuple[Training, Checkpointer]:
+    """A job that goes on, of which the store has everything so far."""
     training = Training()
-    checkpointer = training.attach(Hierarchy.of(memory(), store), base_every=2, deadline_s=4.0)
+    checkpointer = training.attach(Hierarchy.of(memory(), store), base_every=2, deadline_s=deadline_s)
     for version in range(1, 5):
         training.step(version)
     checkpointer.flush()
+    return training, checkpointer
+
+
+def test_a_store_that_is_emptied_while_the_job_runs_is_an_error_and_nothing_more_is_put_there(tmp_path: Path) -> None:
+    store = f"nvme://{tmp_path}/store?survives=rack"
+    _, checkpointer = flushed(store, 4.0)
     assert asyncio.run(remove(store, "")) > 5
     with pytest.raises(SaveError, match="it no longer has what this job has saved there: it was emptied"):
         checkpointer.flush()
@@ -125,11 +132,7 @@ def test_a_store_that_is_emptied_while_the_job_runs_is_an_error_and_nothing_more
 def test_a_record_that_somebody_has_removed_is_put_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a rule of a bucket may, that removes what is oldest: nobody could read what is there without it."""
     store = f"nvme://{tmp_path}/store?survives=rack"
-    training = Training()
-    checkpointer = training.attach(Hierarchy.of(memory(), store), base_every=2, deadline_s=10.0)
-    for version in range(1, 5):
-        training.step(version)
-    checkpointer.flush()
+    training, checkpointer = flushed(store, 10.0)
     assert asyncio.run(remove(store, "job/lineage/")) == 1
     training.step(5)
     checkpointer.close()

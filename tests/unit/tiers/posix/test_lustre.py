@@ -329,7 +329,6 @@ class TestDebris:
         return path
 
     async def test_the_files_of_the_dead_go(self, root: Path) -> None:
-
         async with LustreDriver(root) as driver:
             await driver.put("g/a", [b"x"])
         dead, young = self.leave(root, "elsewhere", 3600), self.leave(root, "elsewhere", 5)

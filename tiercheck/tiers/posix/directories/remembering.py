@@ -44,14 +44,11 @@ LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class RememberingDirectory(SharedDirectory):
     """See the module."""
 
-    locks_new_names = True
+    one_name_at_a_time = True
 
     def folder_for_writing(self, key: str) -> str:
         del key
         return TEMPORARIES
-
-    def names_going(self) -> AbstractContextManager[int]:
-        return self.locked()
 
     def names_read(self) -> AbstractContextManager[int | None]:
         return self._names_at_rest(False)

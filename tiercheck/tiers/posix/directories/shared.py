@@ -62,8 +62,8 @@ class SharedDirectory(ObjectDirectory):
     """``traits``: what the mount promises. ``create_file(folder, path, nbytes)`` makes and opens a new
     file, 0600, in the directory that is open as ``folder``."""
 
-    locks_new_names = False
-    """Whether the lock is held, too, while a file gets a name that nobody has."""
+    one_name_at_a_time = False
+    """Whether the lock is held alone whenever a name changes: also for one that nobody has, and for one that goes."""
 
     def __init__(self, root: Path, traits: Traits) -> None:
         super().__init__(root, durable=True)
@@ -96,10 +96,6 @@ class SharedDirectory(ObjectDirectory):
     def folder_for_writing(self, key: str) -> str:
         """Where the file lies that will become ``key``."""
         return parent_of(key)
-
-    def names_going(self) -> AbstractContextManager[int]:
-        """Held while an object is removed."""
-        return self.locked(shared=True)
 
     def names_read(self) -> AbstractContextManager[int | None]:
         """Held from before a directory is opened until it has been listed to its end."""
@@ -145,7 +141,7 @@ class SharedDirectory(ObjectDirectory):
 
     def _named_if_free(self, temporary: Temporary, key: str, mode: PutMode) -> bool:
         """Give the file the key's name if nobody has it. Returns whether it has it now."""
-        if mode.kind == "update" or self.locks_new_names:
+        if mode.kind == "update" or self.one_name_at_a_time:
             return False
         if self.locks:
             os.close(self._open_lock())  # the tier's own directory is there still, and no link
@@ -242,7 +238,7 @@ class SharedDirectory(ObjectDirectory):
 
     def remove(self, key: str) -> None:
         self.check_key(key)
-        with self.names_going():
+        with self.locked(shared=not self.one_name_at_a_time):
             try:
                 if not stat.S_ISREG(self.look_up(key).st_mode):
                     return
