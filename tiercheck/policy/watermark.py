@@ -6,8 +6,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   tier no longer needs them. Two bases are kept for two reasons: a crash in the middle of a capture never costs the last
   whole base, and ranks that train in lock step are never more than one base apart. So the newest one is enough as soon
   as it is known that no rank needs to go back behind it: when it is committed and the shared tiers have what leads to
-  each version before it; or, if bases are folded, when there is a differential after it, for which every rank must have
-  had that version. A first tier that folds also keeps the differentials that another tier is to hold and lacks, and
+  each version before it; or, if bases are folded, when there is a differential after it: then every rank has had that
+  version, or (on a GPU) has its record still on its way. A first tier that folds also keeps the differentials that another tier is to hold and lacks, and
   the newest base of that kind;
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
@@ -383,7 +383,10 @@ def _is_enough(
     seen: Observation, contents: Contents, newest: ShardKey, mark: CommitKey | None, *, folded: bool
 ) -> bool:
     """Whether no rank needs to go back behind this rank's newest base. Ranks train in lock step: a rank that has a
-    differential has seen every rank publish the version before."""
+    differential has seen every rank publish the version before. On a GPU, other ranks' records may still be on their
+    way. A rank that dies then has to read a base from the durable tier, which has all that leads on from there
+    (:meth:`Retention._has_gone_on`): that is rare, and keeping two records more for it would cost every step memory.
+    """
     if mark is not None and (newest.generation, newest.last) <= (mark.generation, mark.version):
         return True
     return folded and any(key.last > newest.last for key in own_differentials(seen, contents))
