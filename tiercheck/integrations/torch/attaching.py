@@ -41,7 +41,7 @@ from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.closure import Closure
-from tiercheck.integrations.torch.communication_hooks import unsaved_states
+from tiercheck.integrations.torch.communication_hooks import LaterHooks, unsaved_states
 from tiercheck.integrations.torch.joint_steps import JointSteps
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.torch.pipelines import FormPass, rounds_otherwise
@@ -224,6 +224,7 @@ class _Hooks:
         self._model = model
         self._order = order
         self._parallel = parallel_of(model, provider)
+        self._later_hooks = LaterHooks(model)
         self._owned: OwnedProvider | None = None
         self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
@@ -306,6 +307,7 @@ class _Hooks:
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         refuse_forgotten_scaler(self.provider.beside)
+        self._later_hooks.refuse()
         iterations.step_comes()
         gradients = self.provider.gradients()
         if self._joint is not None:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.torch.all_reduce import Compression
 
-__all__ = ["BY_NUMBER", "carries_over", "hook_name", "hooks_of", "unsaved_states"]
+__all__ = ["BY_NUMBER", "LaterHooks", "carries_over", "hook_name", "hooks_of", "unsaved_states"]
 
 BY_NUMBER = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 """Hooks without a state that treat each number of a bucket for itself, and leave each rank with the same bits."""
@@ -51,3 +52,22 @@ def unsaved_states(model: torch.nn.Module, given: Iterable[Any]) -> list[str]:
         "load_state_dict"
         for hook, state in hooks
     ]
+
+
+class LaterHooks:
+    """The communication hooks that a model gets after it was attached: they were not there when a recovery gave DDP its
+    layout, nor when it was worked out what versions lack."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        self._attached = [(each, len(hooks_of(each))) for each in wrapped]
+
+    def refuse(self) -> None:
+        """Errors: ``UnsupportedSetup`` if there is one that may keep something, or look at a bucket as a whole."""
+        for ddp, count in self._attached:
+            for hook, _ in hooks_of(ddp)[count:]:
+                if hook not in BY_NUMBER:
+                    raise UnsupportedSetup(
+                        f"DDP's communication hook {hook_name(hook)} was registered after attach(), which has to know "
+                        "of it: call register_comm_hook() before attach()"
+                    )

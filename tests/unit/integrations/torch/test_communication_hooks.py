@@ -72,3 +72,21 @@ def test_a_state_that_is_saved_and_hooks_without_one_are_none_of_them() -> None:
         ddp.register_comm_hook(compression, compressed_all_reduce)
         assert len(unsaved_states(ddp, ())) == lost
         assert not unsaved_states(ddp, [compression])
+
+
+def test_a_hook_that_is_registered_after_attach_is_refused_at_the_next_step() -> None:
+    def step(hook: Any, state: Any) -> int:
+        ddp = wrapped()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        checkpointer = attach(ddp, optimizer, Hierarchy.of(memory()))
+        ddp.register_comm_hook(state, hook)
+        try:
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            return checkpointer.version
+        finally:
+            checkpointer.abort()
+
+    with pytest.raises(UnsupportedSetup, match=r"powerSGD_hook was registered after attach\(\).*before attach\(\)$"):
+        step(powerSGD_hook, PowerSGDState(None, start_powerSGD_iter=2))
+    assert step(allreduce_hook, None) == 1, "it treats each number for itself"
