@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from tiercheck.policy.compose.cadence import by_versions_and_asked
 from tiercheck.policy.guard import ask_cadence
 from tiercheck.policy.policies import CadencePolicy, Progress
 from tiercheck.replication.refusals import Refusals
@@ -14,8 +15,8 @@ __all__ = ["Cadence"]
 class Cadence:
     """A cadence policy, asked once a version.
 
-    If the policy looks at more than versions, rank 0 is asked and the others take its answer. They meet at the versions
-    at which the policy wants to be asked, and at no other.
+    What depends on versions alone, each rank computes. If the policy looks at more, rank 0 is asked and the others take
+    its answer. They meet at the versions at which that part of the policy wants to be asked, and at no other.
     """
 
     def __init__(
@@ -28,30 +29,29 @@ class Cadence:
         """``version``: that at which the generation opened. ``clock``: seconds. ``agree``: rank 0's answer, on every
         rank; ``None``: this rank is alone."""
         self.refusals = Refusals()
-        self._policy = policy
+        self._by_versions, self._of_rank_0 = by_versions_and_asked(policy)
+        self._interval = policy.interval
         self._clock = clock
-        self._agree = None if policy.alike else agree
+        self._agree = agree
         self._last_due = version
         self._began_s = clock()
         self._asked = version
         self._answer = False
-        self._decided = (version, False)
+        self._decided = {"cadence": (version, False), "cadence of rank 0": (version, False)}
 
     def may_be_due(self, version: int) -> bool:
         """Whether :meth:`is_due` may say so."""
         if version == self._asked:
             return self._answer
-        if self._policy.alike:
-            return self._decide(version)
-        return version % self._policy.check_every == 0 or version - self._last_due >= self._policy.interval
+        return self._is_due_by_versions(version) or self._is_question(version)
 
     async def is_due(self, version: int) -> bool:
         """Whether the version gets a base. Every rank asks for every version. Errors: those of ``agree``."""
         if version == self._asked:
             return self._answer
-        due = version - self._last_due >= self._policy.interval
-        if not due and (self._policy.alike or version % self._policy.check_every == 0):
-            due = self._decide(version)
+        due = self._is_due_by_versions(version)
+        if not due and self._of_rank_0 is not None and self._is_question(version):
+            due = self._decide(self._of_rank_0, "cadence of rank 0", version)
             if self._agree is not None:
                 due = await self._agree(due)
         self._asked, self._answer = version, due
@@ -59,9 +59,17 @@ class Cadence:
             self._last_due, self._began_s = version, self._clock()
         return due
 
-    def _decide(self, version: int) -> bool:
-        if self._decided[0] != version:
-            due, refusal = ask_cadence(self._policy, Progress(version, self._last_due, self._clock() - self._began_s))
-            self.refusals.note("cadence", [] if refusal is None else [refusal])
-            self._decided = version, due
-        return self._decided[1]
+    def _is_due_by_versions(self, version: int) -> bool:
+        if version - self._last_due >= self._interval:
+            return True
+        return self._by_versions is not None and self._decide(self._by_versions, "cadence", version)
+
+    def _is_question(self, version: int) -> bool:
+        return self._of_rank_0 is not None and version % self._of_rank_0.check_every == 0
+
+    def _decide(self, policy: CadencePolicy, part: str, version: int) -> bool:
+        if self._decided[part][0] != version:
+            due, refusal = ask_cadence(policy, Progress(version, self._last_due, self._clock() - self._began_s))
+            self.refusals.note(part, [] if refusal is None else [refusal])
+            self._decided[part] = version, due
+        return self._decided[part][1]

@@ -65,6 +65,12 @@ def test_after_the_interval_a_base_is_due_without_asking() -> None:
     assert ranks.met == [5, 10, 15, 20]
 
 
+def test_what_depends_on_versions_alone_is_not_asked_of_rank_0() -> None:
+    ranks = Ranks(EveryVersions(8) | EverySeconds(7, versions_max=40, ask_every=5), 2)
+    assert ranks.train(40, 1.0, 0.1) == [8, 15, 16, 24, 32, 40]
+    assert ranks.met == [5, 10, 15, 20, 25, 30, 35], "at 40 a base is due in any case"
+
+
 def test_alone_nobody_is_met() -> None:
     assert Ranks(When(lambda seen: seen.version == 12, ask_every=4), 1).train(20, 1.0) == [12]
 

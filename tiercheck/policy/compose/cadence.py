@@ -11,7 +11,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.keys import VERSION_MAX
 from tiercheck.policy.compose.checks import check_whole, flat
 
-__all__ = ["AnyDue", "CadencePolicy", "EverySeconds", "EveryVersions", "Progress", "When"]
+__all__ = ["AnyDue", "CadencePolicy", "EverySeconds", "EveryVersions", "Progress", "When", "by_versions_and_asked"]
 
 SECONDS_MAX = 365 * 86400.0
 
@@ -157,10 +157,17 @@ class AnyDue(CadencePolicy):
 
     @property
     def check_every(self) -> int:
-        # Those that every rank computes may be due at any version.
-        every = [1 if each.alike else each.check_every for each in self.policies]
-        return math.gcd(*every)
+        return math.gcd(*(each.check_every for each in self.policies if not each.alike)) or 1
 
     def due(self, seen: Progress) -> bool:
         # Each is asked at its own versions alone, as it would be by itself.
         return any(each.due(seen) for each in self.policies if each.alike or seen.version % each.check_every == 0)
+
+
+def by_versions_and_asked(policy: CadencePolicy) -> tuple[CadencePolicy | None, CadencePolicy | None]:
+    """What every rank computes for itself, and what rank 0 is asked for: either one says that a base is due."""
+    if not isinstance(policy, AnyDue):
+        return (policy, None) if policy.alike else (None, policy)
+    alike = tuple(each for each in policy.policies if each.alike)
+    asked = tuple(each for each in policy.policies if not each.alike)
+    return AnyDue(alike) if alike else None, AnyDue(asked) if asked else None

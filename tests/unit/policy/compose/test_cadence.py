@@ -31,7 +31,7 @@ def test_after_its_interval_a_base_is_due_whatever_the_policy_says() -> None:
 
 def test_of_two_cadences_either_one_is_enough() -> None:
     either = EveryVersions(20) | EverySeconds(15, ask_every=5)
-    assert (either.interval, either.check_every, either.alike) == (20, 1, False)
+    assert (either.interval, either.check_every, either.alike) == (20, 5, False)
     assert due(either, 60) == [15, 20, 35, 40, 55, 60]
     assert (EveryVersions(6) | EveryVersions(4)).alike
     assert (EverySeconds(1, ask_every=6) | EverySeconds(2, ask_every=4)).check_every == 2
