@@ -7,8 +7,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   whole base, and ranks that train in lock step are never more than one base apart. So the newest one is enough as soon
   as it is known that no rank needs to go back behind it: when it is committed and the shared tiers have what leads to
   each version before it; or, if bases are folded, when there is a differential after it: then every rank has had that
-  version, or (on a GPU) has its record still on its way. A first tier that folds also keeps the differentials that another tier is to hold and lacks, and
-  the newest base of that kind;
+  version, or (on a GPU) has its record still on its way. A first tier that folds also keeps the differentials that
+  another tier is to hold and lacks, and the newest base of that kind;
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
