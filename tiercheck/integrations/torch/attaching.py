@@ -351,6 +351,7 @@ class _Hooks:
 
     def _end_step(self) -> None:
         self.provider.after_loss.lower_rate(self._optimizer.param_groups)
+        self.provider.kept_gradients.stepped()
         if self._checkpointer is not None and self._iterations is not None:
             if self._repeatability.is_unfinished():
                 self._checkpointer.cannot_be_replayed()
@@ -375,6 +376,7 @@ class _Hooks:
             self._form_pass.forward()
         self._stand_next_to_the_steps()
         if self._iterations is not None and model.training:
+            self.provider.kept_gradients.forward()
             if not self._iterations.begun:
                 remove(self._part_hooks)
             self._iterations.forward()
@@ -392,6 +394,7 @@ class _Hooks:
             self._form_pass.forward()
         if not self._iterations.begun:
             self._stand_next_to_the_steps()
+            self.provider.kept_gradients.forward()
             self._iterations.forward()
         self._parallel.forward()
 

@@ -11,6 +11,7 @@ import torch
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.after_loss import AfterLoss
+from tiercheck.integrations.torch.kept_gradients import KeptGradients
 from tiercheck.integrations.torch.refused_parameters import refuse_parameters
 from tiercheck.streams.tensors.bare_step import bare_step
 from tiercheck.streams.tensors.beside import Beside, End
@@ -75,6 +76,7 @@ class ModuleProvider:
         """How many there were when it was last seen whether the optimizer's state can be saved."""
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
+        self.kept_gradients = KeptGradients(map(self._updated_by, parts_of(optimizer)))
         self._live = Unmoved()
         self._addresses: list[int] | None = None
         """Of the parameters when ``_live`` was made: while they stay, so do the tensors in it."""
@@ -101,8 +103,11 @@ class ModuleProvider:
 
     def updated_by(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
         """The masters of one of several optimizers."""
+        return frozenset(self._updated_by(optimizer))
+
+    def _updated_by(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        return frozenset(name for name, each in self._masters.items() if id(each) in updated)
+        return {name: each for name, each in self._masters.items() if id(each) in updated}
 
     def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
         return {}
@@ -206,7 +211,7 @@ class ModuleProvider:
 
     def host_state(self) -> dict[str, Any]:
         beside = self.beside.host_state() | self.extra_state.host_state() | self.after_loss.host_state()
-        return {"options": self.hyperparameters(), **beside}
+        return {"options": self.hyperparameters(), **beside, **self.kept_gradients.host_state()}
 
     def load(
         self,
@@ -257,6 +262,7 @@ class ModuleProvider:
             self.beside.step("scheduler")
         self.extra_state.restore(state)
         self.after_loss.restore(state)
+        self.kept_gradients.restore(state)
         self.beside.restore_generators(state)
 
     def _optimizer_identity(self) -> OptimizerIdentity:
