@@ -210,7 +210,7 @@ def test_a_record_holds_what_the_step_was_given(
             record = stream.begin(ShardKey.differential(1, version, version, 0), memory)
             record.add(gradients)
             spoil(gradients)
-            close = record.later(skipped=False)
+            close = record.ended(skipped=False)
             assert close is not None
             (found,) = read_differentials(container.parse(bytes(memory[: close()])), tier="test")
             for name, value in true.items():

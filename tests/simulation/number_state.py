@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,8 @@ class NumberStream:
 
 
 class NumberRecord:
+    is_on_its_way, nbytes_needed = False, 0
+
     def __init__(self, stream: NumberStream, key: ShardKey, memory: memoryview) -> None:
         self._stream, self._key = stream, key
         self._name = gradient_name(key.first, "weight", "")
@@ -287,12 +290,9 @@ class NumberRecord:
     def move(self, memory: memoryview) -> None:
         self._writing.writer.move(memory)
 
-    def finish(self, *, skipped: bool, audit: bool = False) -> int:
+    def ended(self, *, skipped: bool, audit: bool = False) -> Callable[[], int]:
         assert not skipped
-        return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
-
-    def later(self, *, skipped: bool, audit: bool = False) -> None:
-        return None
+        return partial(self._writing.finish, self._stream.metadata(self._key), self._stream.state.host_state())
 
     def abandon(self) -> None:
         pass

@@ -207,7 +207,7 @@ class ShardWriter:
         self._check_open()
         if self._layout.nbytes or self._layout.leading is not None:
             raise ValueError("tensors that recur are placed first, and once")
-        self._check_room(self._header_nbytes + tensors.nbytes, "the tensors that recur")
+        self.check_room(self._header_nbytes + tensors.nbytes, "the tensors that recur")
         self._layout = ShardLayout(tensors, stamp)
         memory = self._buffer[self._header_nbytes : self.nbytes]
         tensors.clear_gaps(memory)
@@ -222,6 +222,19 @@ class ShardWriter:
         spec = object_spec(name, len(packed.data))
         self._place(spec)[:] = packed.data
         self._object_checksums[spec.name] = packed.checksum or checksum_of(packed.data)
+
+    def nbytes_with(self, tensors: Iterable[TensorSpec], objects: Mapping[str, PackedObject]) -> int:
+        """Bytes of the file, at most, when these have been placed, too."""
+        specs = [*tensors, *(object_spec(name, len(each.data)) for name, each in objects.items())]
+        return round_up(self.nbytes) + sum(round_up(spec.nbytes) for spec in specs)
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Errors: ``CapacityExceeded`` if the memory is shorter than a file of so many bytes."""
+        if nbytes > len(self._buffer):
+            raise CapacityExceeded(
+                f"with {what} the shard takes {nbytes} bytes, and {len(self._buffer)} are reserved for it: "
+                "compute the reservation with shard_nbytes over all it holds"
+            )
 
     def fill(self) -> None:
         """Nothing more comes: pad the shard with zeros, so that it is as long as its memory. Unless that is much longer
@@ -265,20 +278,13 @@ class ShardWriter:
     def _place(self, spec: TensorSpec) -> memoryview:
         self._check_open()
         start, gap = self.nbytes, self._layout.gap_before(spec)
-        self._check_room(start + gap + spec.nbytes, repr(spec.name))
+        self.check_room(start + gap + spec.nbytes, repr(spec.name))
         extent = self._layout.append(spec, gap)
         self._buffer[start : start + gap] = _ZEROS[:gap]
         return self._view(extent)
 
     def _view(self, extent: Extent) -> memoryview:
         return self._buffer[self._header_nbytes + extent.start : self._header_nbytes + extent.stop]
-
-    def _check_room(self, nbytes: int, what: str) -> None:
-        if nbytes > len(self._buffer):
-            raise CapacityExceeded(
-                f"with {what} the shard takes {nbytes} bytes, and {len(self._buffer)} are reserved for it: "
-                "compute the reservation with shard_nbytes over all it holds"
-            )
 
     def _check_open(self) -> None:
         if self._finished:

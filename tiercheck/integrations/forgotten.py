@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.integrations.callers import callers
@@ -13,10 +14,23 @@ from tiercheck.integrations.holders import holders
 from tiercheck.integrations.wrapped import WRAPPERS_MAX
 from tiercheck.streams.tensors.beside import Beside
 
-__all__ = ["refuse_forgotten_scaler", "refuse_forgotten_scheduler", "scheduled_wrappers"]
+__all__ = [
+    "refuse_forgotten_scaler",
+    "refuse_forgotten_scheduler",
+    "refuse_schedulers_held_elsewhere",
+    "scheduled_wrappers",
+]
 
 SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's learning-rate schedulers leave at the ``step`` of their optimizer."""
+DEPTH_MAX = 5
+"""So deep in what was passed a scheduler may lie, such as one of several that take turns."""
+ELEMENTS_MAX = 1000
+"""What has more is data, and no schedulers."""
+FORGOTTEN = (
+    "is not attached, so that it would begin anew after a failure: make it before attach, and pass it as scheduler= "
+    "(under DeepSpeed, after_step=) or, if another object saves it, that"
+)
 
 
 def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
@@ -30,11 +44,41 @@ def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside
         return
     given = [getattr(part, "optimizer", None) for each in beside.given() for part in (each, *_parts(each))]
     if not any(one is each for one in given for each in scheduled):
-        raise UnsupportedSetup(
-            "a learning-rate scheduler was made for the optimizer and is not attached, so that it would begin anew "
-            "after a failure: make it before attach, and pass it as scheduler= (under DeepSpeed, after_step=) or, if "
-            "another object saves it, that"
-        )
+        raise UnsupportedSetup(f"a learning-rate scheduler was made for the optimizer and {FORGOTTEN}")
+
+
+def refuse_schedulers_held_elsewhere(optimizers: Sequence[Any], scheduler: Any, beside: Beside) -> None:
+    """``ReduceLROnPlateau`` leaves nothing at the optimizer's ``step``, and a second scheduler nothing more than the
+    first. So this looks for all there are, by who holds the optimizer: called in a job's first step, since that looks
+    through all objects. Errors: ``UnsupportedSetup`` for one that was not passed."""
+    found = [
+        each
+        for each in holders(optimizers)
+        if issubclass(type(each), LRScheduler) and any(vars(each).get("optimizer") is one for one in optimizers)
+    ]
+    if not found:
+        return
+    known = _reached_from([scheduler, *beside.given()])
+    for each in found:
+        if id(each) not in known:
+            raise UnsupportedSetup(f"a {type(each).__name__} was made for the optimizer and {FORGOTTEN}")
+
+
+def _reached_from(given: Iterable[Any]) -> frozenset[int]:
+    """The ids of these, of their attributes and elements, and of theirs."""
+    reached: dict[int, Any] = {}
+    level = list(given)
+    for _ in range(DEPTH_MAX):
+        level = [each for each in level if id(each) not in reached]
+        reached |= {id(each): each for each in level}
+        level = [part for each in level for part in (*_parts(each), *_elements(each))]
+    return frozenset(reached)
+
+
+def _elements(holder: Any) -> Iterable[Any]:
+    if type(holder) not in (dict, list, tuple, set, frozenset) or len(holder) > ELEMENTS_MAX:
+        return ()
+    return holder.values() if type(holder) is dict else holder
 
 
 def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:

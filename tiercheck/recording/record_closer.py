@@ -105,7 +105,8 @@ class RecordCloser:
             try:
                 nbytes = await settled(asyncio.wrap_future(closing))
             except CapacityExceeded:
-                longer = await self._memory.reserve_on_loop(key, nbytes_unexpected, self._requests.make_room_on_loop)
+                needed = max(capture.nbytes_needed, nbytes_unexpected)
+                longer = await self._memory.reserve_on_loop(key, needed, self._requests.make_room_on_loop)
                 short, reservation = reservation, longer
                 capture.move(longer.buffer)
                 await self._drop(short)

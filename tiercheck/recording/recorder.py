@@ -350,12 +350,16 @@ class Recorder:
         except CapacityExceeded:
             if opened.nbytes >= (nbytes := self._stream.nbytes_unexpected):
                 raise
+        await self._lengthen(version, opened, nbytes)
+        opened.capture.add(gradients)
+
+    async def _lengthen(self, version: int, opened: _OpenRecord, nbytes: int) -> None:
+        """The record goes on in memory of so many bytes."""
         key = self._stream.key(self._generation, version, self._rank)
         short, longer = opened.reservation, await self._memory.reserve(key, nbytes)
         opened.reservation, opened.nbytes = longer, nbytes
         opened.capture.move(longer.buffer)
         await self._memory.drop(short, f"giving back the shorter memory for {key}")
-        opened.capture.add(gradients)
 
     async def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something other than the optimizer has written to a master since the step."""
@@ -414,15 +418,18 @@ class Recorder:
 
     async def _close(self, version: int, opened: _OpenRecord, *, skipped: bool) -> dict[str, int]:
         """Publish the record, or hand it over if its gradients are still on their way. Returns what was captured."""
-        audit = self._bases.audits(version)
-        later = opened.capture.later(skipped=skipped, audit=audit)
-        if later is None:
-            nbytes = opened.capture.finish(skipped=skipped, audit=audit)
-            await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
-            return {"differentials": 1, "captured_bytes": nbytes}
-        key = self._stream.key(self._generation, version, self._rank)
-        self._closer.hand_over(key, opened.capture, later, opened.reservation, self._stream.nbytes_unexpected)
-        return {}
+        close = opened.capture.ended(skipped=skipped, audit=self._bases.audits(version))
+        if opened.capture.is_on_its_way:
+            key = self._stream.key(self._generation, version, self._rank)
+            self._closer.hand_over(key, opened.capture, close, opened.reservation, self._stream.nbytes_unexpected)
+            return {}
+        try:
+            nbytes = close()
+        except CapacityExceeded:  # the host state has grown
+            await self._lengthen(version, opened, max(opened.capture.nbytes_needed, self._stream.nbytes_unexpected))
+            nbytes = close()
+        await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
+        return {"differentials": 1, "captured_bytes": nbytes}
 
     async def _look_at_closed(self, most: int) -> bool:
         """What has become of the records that were handed over, when at most so many are still on their way. Returns

@@ -52,15 +52,22 @@ class RecordCapture(Protocol):
         """Go on in longer memory, which what there is so far is copied to."""
         ...
 
-    def finish(self, *, skipped: bool, audit: bool = False) -> int:
-        """The step is done, or was skipped: close the shard; returns its length in bytes. ``audit``: the record also
-        says what the state is to have, so that a fold to this version can be compared with it."""
+    def ended(self, *, skipped: bool, audit: bool = False) -> Callable[[], int]:
+        """The step is done, or was skipped: take what is as of now. What is returned closes the shard, and returns its
+        length in bytes. ``audit``: the record also says what the state is to have, so that a fold to this version can
+        be compared with it. Errors of that: ``WrittenUnseen``; ``CapacityExceeded`` if memory does not suffice:
+        :meth:`move`, and call it again."""
         ...
 
-    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
-        """As :meth:`finish`, if gradients may still be on their way from a device: what is as of now is taken, and what
-        is returned waits and closes the shard, in any thread. Errors of that: ``WrittenUnseen``; ``CapacityExceeded``
-        if memory does not suffice: :meth:`move`, and call it again. ``None``: call :meth:`finish`."""
+    @property
+    def is_on_its_way(self) -> bool:
+        """Gradients may still be on their way from a device when it has ended: what :meth:`ended` returns waits for
+        them, and is called in another thread."""
+        ...
+
+    @property
+    def nbytes_needed(self) -> int:
+        """If memory did not suffice to close it: what would; else 0 or less than there is."""
         ...
 
     def abandon(self) -> None:

@@ -64,6 +64,7 @@ def resumes(directory: Path) -> dict[str, Any]:
     pipeline = {f"beside-{last}-unsaid": partial(check_beside, directory, last, False)}
     return {
         "attached-and-skipping": partial(check_skip, directory),
+        "skipping-around-an-epochs-end": partial(check_skip_around_an_epochs_end, directory),
         "written-after-the-step": partial(check_written, directory),
         **{f"set-after-the-step-{what}": partial(check_set, directory, what) for what in SETS},
         "block": check_block,
@@ -387,6 +388,38 @@ def check_skip(directory: Path) -> Iterable[str]:
         yield from differences("state", expected.state, outcome.state)
         torch.distributed.barrier()
         yield from archived(directory / "skip", outcome)
+
+
+def check_skip_around_an_epochs_end(directory: Path) -> Iterable[str]:
+    """Version 2 is skipped and ends an epoch, version 3 is skipped and ends none: what a process draws as it starts is
+    no part of what follows version 3."""
+    case = CASES["zero1-bf16"]
+
+    def go(engine: Any, until: int, checkpointer: Checkpointer | None = None) -> list[list[float]]:
+        losses = []
+        torch.randn(1)  # as iter(DataLoader) draws
+        while (version := engine.global_steps + 1) <= until:
+            losses.append(iterate(engine, poison=version in (2, 3)))
+            if checkpointer is not None:
+                checkpointer.end_iteration(ends_epoch=version == 2)
+            if version == 2:
+                torch.randn(1)
+        return losses
+
+    reference = go(build(case, seed=5), END)
+    with tiers(directory, "skip-epoch") as (hierarchy, _):
+        engine, _, checkpointer = start(case, 5, hierarchy)
+        go(engine, 3, checkpointer)
+        checkpointer.abort()
+        torch.distributed.barrier()
+        engine, _, checkpointer = start(case, 99, hierarchy)
+        found = checkpointer.version, engine.skipped_steps, checkpointer.recovery.fidelity
+        if found != (3, 2, "exact"):
+            yield f"recovered {found}"
+        losses = go(engine, END, checkpointer)
+        checkpointer.close()
+        if losses != reference[3:]:
+            yield f"losses {losses}, not {reference[3:]}"
 
 
 def check_block() -> Iterable[str]:

@@ -67,6 +67,7 @@ EDGES = (
 
 ATTACHED = (
     "attached-and-skipping",
+    "skipping-around-an-epochs-end",
     "written-after-the-step",
     "set-after-the-step-lr",
     "set-after-the-step-betas",

@@ -315,6 +315,34 @@ def test_a_scheduler_of_what_wraps_the_attached_optimizer_is_not_forgotten_eithe
     loop.step(1)
 
 
+def test_a_scheduler_that_leaves_no_trace_at_the_optimizer_is_not_forgotten_either() -> None:
+    """``ReduceLROnPlateau`` wraps no step, and a second scheduler only the first one's."""
+    torchs = torch.optim.lr_scheduler
+    for passed in (False, True):
+        loop = Training()
+        scheduler: Any = torchs.StepLR(loop.optimizer, 2) if passed else None
+        plateau = torchs.ReduceLROnPlateau(loop.optimizer)
+        checkpointer = loop.attach(Hierarchy.of(memory()), scheduler=scheduler)
+        with pytest.raises(UnsupportedSetup, match=f"a {type(plateau).__name__} was made for the optimizer and is not"):
+            loop.step(1)
+        checkpointer.abort()
+    loop = Training()
+    first, second = torchs.StepLR(loop.optimizer, 2), torchs.ReduceLROnPlateau(loop.optimizer)
+
+    class Both:
+        def __init__(self) -> None:
+            self.first, self.others = first, {"each": [second]}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    loop.attach(Hierarchy.of(memory()), after_step={"both": Both()})
+    loop.step(1)
+
+
 def test_where_all_optimizers_are_torchs_own_nobody_looks_for_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look through all objects takes a large process half a second."""
     base = type("Optimizer", (), {})

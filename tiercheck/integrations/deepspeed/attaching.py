@@ -32,7 +32,11 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.integrations.forgotten import refuse_forgotten_scheduler, scheduled_wrappers
+from tiercheck.integrations.forgotten import (
+    refuse_forgotten_scheduler,
+    refuse_schedulers_held_elsewhere,
+    scheduled_wrappers,
+)
 from tiercheck.integrations.hooks import StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.repeatability import Repeatability
@@ -190,12 +194,14 @@ class _Hooks:
 
     def __init__(self, provider: DeepSpeedProvider, engine: Any, *, in_step: bool) -> None:
         self.provider = provider
+        self._engine = engine
         self._in_step = in_step
         self._replicas = EngineReplicas(engine)
         self._owned: OwnedProvider | None = None
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
         self._visited: set[str] = set()
+        self._has_stepped = False
         self._skipped_steps = 0
         self._repeatability = Repeatability()
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
@@ -235,6 +241,10 @@ class _Hooks:
         if self._checkpointer is None or self._iterations is None or self.provider.replaying:
             return
         self._step_hooks.check()
+        if not self._has_stepped:
+            held = [optimizer, self._engine.optimizer]
+            refuse_schedulers_held_elsewhere(held, self._engine.lr_scheduler, self.provider.beside)
+            self._has_stepped = True
         if not self._visited:
             with self.provider.between_iterations():
                 self._iterations.step_comes()
@@ -284,7 +294,8 @@ class _Hooks:
         """The loop says that its iteration is over, and perhaps an epoch with it."""
         if self._iterations is not None:
             self._iterations.said(ends_epoch)
-            self._record_skipped(End.SAID)
+            if self._record_skipped(End.SAID):
+                self._iterations.skipped()
 
     def _record_skipped(self, end: End = End.UNSEEN) -> bool:
         """Versions whose gradients were not finite end without a step, and no hook of the optimizer sees them. Returns

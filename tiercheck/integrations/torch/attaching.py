@@ -33,7 +33,12 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.forgotten import refuse_forgotten_scaler, refuse_forgotten_scheduler, scheduled_wrappers
+from tiercheck.integrations.forgotten import (
+    refuse_forgotten_scaler,
+    refuse_forgotten_scheduler,
+    refuse_schedulers_held_elsewhere,
+    scheduled_wrappers,
+)
 from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
 from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.repeatability import Repeatability
@@ -233,6 +238,7 @@ class _Hooks:
         """Of the step that runs."""
         self._form_pass: FormPass | None = None
         """Until the first step of a job that goes on."""
+        self._has_stepped = False
         self._repeatability = Repeatability()
         self._optimizer = optimizer
         self._step_hooks = {each: StepHooks(each, self._before_step, self._after_step) for each in parts_of(optimizer)}
@@ -306,6 +312,9 @@ class _Hooks:
                 "can be seen; supported is an optimizer with fused=False"
             )
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
+        if not self._has_stepped:
+            refuse_schedulers_held_elsewhere([*self._step_hooks], self._scheduler, self.provider.beside)
+            self._has_stepped = True
         refuse_forgotten_scaler(self.provider.beside)
         self._later_hooks.refuse()
         iterations.step_comes()

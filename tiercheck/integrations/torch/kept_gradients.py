@@ -1,9 +1,9 @@
 """Whether a loop keeps its gradients from one iteration to the next, for the next process to do the same.
 
 A loop that sets gradients to zero (``zero_grad(set_to_none=False)``), and does not drop them, steps parameters that the
-iteration did not use, too: with a gradient of zeros, which is not none. A process that has just started has no gradients
-yet, and would leave those parameters out. So each version knows which parameters have a gradient when the next
-iteration begins, and a resumed process gives them zeros. What the gradients hold is in no version.
+iteration did not use, too, with a gradient of zeros. A process that has just started has no gradients yet, and would
+leave those parameters out. So each version knows which parameters have a gradient when the next iteration begins, and a
+resumed process gives them zeros. What the gradients hold is in no version.
 
 Whether the loop drops them before the next iteration was seen in the iterations before: when the first forward pass
 with gradients begins.

@@ -32,8 +32,10 @@ from tiercheck.format.container import (
     TensorSpec,
     checksum_of,
     header_room,
+    packed_object,
 )
 from tiercheck.format.header import round_up
+from tiercheck.format.layout import tensor_spec
 from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half, decode_sparse, fidelity_of
@@ -162,7 +164,10 @@ class DifferentialCapture(IterationCapture):
         self._kept: frozenset[str] = frozenset()
         """The gradients of a call that are there though it failed, since memory did not suffice for all."""
         self._checksums: dict[str, str] = {}
+        self.is_on_its_way = stream.on_device is not None
         self._on_device: DeviceGradients | None = None
+        self._buffers_landed: Mapping[str, torch.Tensor] | None = None
+        """Those on a device, when they have come."""
         if stream.on_device is not None:
             common, late = stream.on_device, stream.comparisons()
             self._on_device = DeviceGradients(common, self._writer, memory, key.first, late, self._base)
@@ -269,20 +274,7 @@ class DifferentialCapture(IterationCapture):
             return True
         return name in self._encodings or (self._gathered is not None and name in self._gathered.stored)
 
-    def finish(self, *, skipped: bool, audit: bool = False) -> int:
-        """Add the host state as of now, and close the shard; returns its length in bytes."""
-        return self._ended(skipped, audit)()
-
-    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
-        return self._ended(skipped, audit) if self._on_device else None
-
-    def abandon(self) -> None:
-        if self._on_device:
-            self._on_device.land()
-            self._on_device.close()
-
-    def _ended(self, skipped: bool, audit: bool) -> Callable[[], int]:
-        """Take what is as of now; the result closes the shard."""
+    def ended(self, *, skipped: bool, audit: bool = False) -> Callable[[], int]:
         stream = self._stream
         buffers = stream.changed_buffers()
         host_state = stream.packed_host_state()
@@ -290,6 +282,11 @@ class DifferentialCapture(IterationCapture):
         if self._on_device:
             self._on_device.end(buffers, stream.comparisons())
         return partial(self._close, skipped, buffers, host_state, audited)
+
+    def abandon(self) -> None:
+        if self._on_device:
+            self._on_device.land()
+            self._on_device.close()
 
     def _close(
         self,
@@ -300,15 +297,25 @@ class DifferentialCapture(IterationCapture):
     ) -> int:
         version, stream = self._key.first, self._stream
         if self._on_device:
-            buffers = self._landed(self._on_device, buffers)
-        for name, tensor in buffers.items():
-            dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
-            memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
-            tensor_in(memory, dtype, shape, what=name).copy_(tensor)
-        self._writer.add_object(record_name(version), self._record(skipped))
-        self._writer.add_object(host_name(version), host_state)
+            if self._buffers_landed is None:
+                self._buffers_landed = self._landed(self._on_device, buffers)
+            buffers = self._buffers_landed
+        record = self._record(skipped)
+        stream.record_nbytes = len(record.data)
+        objects = {record_name(version): record, host_name(version): host_state}
         if audited is not None:
-            self._writer.add_object(audit_name(version), audited)
+            objects[audit_name(version)] = packed_object(audit_name(version), audited)
+        specs = {
+            name: tensor_spec(buffer_prefix(version) + name, dtype_name(each, name), tuple(each.shape))
+            for name, each in buffers.items()
+        }
+        self.nbytes_needed = self._writer.nbytes_with(specs.values(), objects)
+        self._writer.check_room(self.nbytes_needed, "what is beside the gradients")  # before anything of it is placed
+        for name, spec in specs.items():
+            memory = self._writer.slot(spec.name, spec.dtype, spec.shape)
+            tensor_in(memory, spec.dtype, spec.shape, what=name).copy_(buffers[name])
+        for name, each in objects.items():
+            self._writer.add_object(name, each)
         if self._on_device and self._on_device.is_pinned:
             self._writer.fill()
         nbytes = self._writer.finish(
@@ -383,6 +390,8 @@ class DifferentialStream(IterationStream):
         self.room = GradientRoom(self.encoder.codec, self.masters, expected)
         self._audit_nbytes = audit_nbytes_max(len(self.masters), len(extras_of(provider)))
         self.bases_begun = 0
+        self.record_nbytes = 0
+        """The length of the last record's own object."""
         self._forgotten_at = 0
         """The residuals hold nothing of what was before so many bases."""
         super().__init__(provider, world_size, device=device, defers=not train_on_compressed)
@@ -464,7 +473,8 @@ class DifferentialStream(IterationStream):
     ) -> int:
         """Bytes, at most, of what a record holds beside the gradients: buffers, objects, and their header."""
         if record_nbytes is None:
-            record_nbytes = RECORD_SPARE_BYTES + 512 * (self.room.count + len(buffers))
+            usual = 512 * (self.room.count + len(buffers))
+            record_nbytes = RECORD_SPARE_BYTES + max(usual, round_up(self.record_nbytes))
         sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes, self._audit_nbytes]
         return header_beside(buffers) + sum(map(round_up, sizes))
 

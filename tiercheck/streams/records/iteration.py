@@ -46,6 +46,11 @@ HOST_STEP_BYTES = 4 << 10
 class IterationCapture(abc.ABC):
     """One version on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
 
+    nbytes_needed = 0
+    """If its memory did not suffice to close it: what would."""
+    is_on_its_way = False
+    """Something of it may still be on its way from a device when it has ended: another thread closes it."""
+
     @abc.abstractmethod
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients (by master, in the master's shape) of the coming step, or of a part of it. They are free
@@ -57,16 +62,15 @@ class IterationCapture(abc.ABC):
         """Go on in longer memory, which what there is so far is copied to."""
 
     @abc.abstractmethod
-    def finish(self, *, skipped: bool, audit: bool = False) -> int:
-        """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes.
-        ``audit``: what is as of now are also the checksums of the state (:mod:`tiercheck.streams.records.audit`)."""
+    def ended(self, *, skipped: bool, audit: bool = False) -> Callable[[], int]:
+        """The step is done, or was skipped: take what is as of now. What is returned waits for what is on its way from
+        a device, closes the shard, and returns its length in bytes. ``audit``: what is as of now are also the checksums
+        of the state (:mod:`tiercheck.streams.records.audit`). Errors of that: ``WrittenUnseen``; ``OtherwiseStored``;
+        ``CapacityExceeded`` if memory does not suffice: :meth:`move`, and call it again; ``TierError``."""
 
-    def later(self, *, skipped: bool, audit: bool = False) -> Callable[[], int] | None:
-        """As :meth:`finish`, for a record of which something may still be on its way from a device: what is as of now
-        is taken, and what is returned waits and closes the shard, in another thread. Errors of that: ``WrittenUnseen``;
-        ``OtherwiseStored``; ``CapacityExceeded`` as of :meth:`add`; ``TierError``. ``None``: nothing was done, call
-        :meth:`finish`."""
-        return None
+    def finish(self, *, skipped: bool, audit: bool = False) -> int:
+        """End, and close the shard in this thread."""
+        return self.ended(skipped=skipped, audit=audit)()
 
     def abandon(self) -> None:  # noqa: B027  most have nothing on its way
         """The record is given up: what is on its way to its memory has landed when this returns."""

@@ -19,9 +19,9 @@ block is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -181,8 +181,8 @@ class SnapshotCapture(IterationCapture):
     def move(self, memory: memoryview) -> None:
         self._writer.move(memory)
 
-    def finish(self, *, skipped: bool, audit: bool = False) -> int:
-        """Encode the state as it is now, and close the shard; returns its length in bytes."""
+    def ended(self, *, skipped: bool, audit: bool = False) -> Callable[[], int]:
+        """The state is encoded as it is now. ``CapacityExceeded`` of that is final."""
         provider = self._stream.provider
         state = provider.optimizer_state()
         encodings: dict[str, dict[str, Any]] = {}
@@ -198,8 +198,17 @@ class SnapshotCapture(IterationCapture):
             for name, held in state.items()
         }
         record = {"encodings": encodings, "values": values, "hyperparameters": provider.hyperparameters()}
-        self._writer.add_object("snapshot", PackedObject(pack(record, name="snapshot")))
-        self._writer.add_object("host", self._stream.packed_host_state())
+        objects = {
+            "snapshot": PackedObject(pack(record, name="snapshot")),
+            "host": self._stream.packed_host_state(),
+        }
+        return partial(self._close, objects)
+
+    def _close(self, objects: Mapping[str, PackedObject]) -> int:
+        self.nbytes_needed = self._writer.nbytes_with((), objects)
+        self._writer.check_room(self.nbytes_needed, "what is beside the tensors")  # before anything of it is placed
+        for name, each in objects.items():
+            self._writer.add_object(name, each)
         nbytes = self._writer.finish(ShardMetadata.of(self._key, self._stream.world_size, self._stream.token))
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         return nbytes

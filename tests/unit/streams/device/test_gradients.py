@@ -160,7 +160,7 @@ def records(
             stream.mark_stepped()
             state.forward()
             assert not stream.trained_written()
-            close = record.later(skipped=False)
+            close = record.ended(skipped=False)
             assert close is not None
             stream.mark_published()
             if version == base_after:
@@ -308,7 +308,7 @@ def test_nothing_is_copied_before_the_forward_pass(opened_by: str, monkeypatch: 
         record.add(state.backward())
         state.step()
         stream.mark_stepped()
-        close = record.later(skipped=False)
+        close = record.ended(skipped=False)
         stream.mark_published()
     assert close is not None
     device.finish()  # as torch.cuda.synchronize() does
@@ -364,7 +364,7 @@ def test_what_is_sent_beside_the_gradients_leaves_copies_time_to_wait(monkeypatc
         record.add(state.backward())
         state.step()
         stream.mark_stepped()
-        close = record.later(skipped=False)
+        close = record.ended(skipped=False)
         assert not sent, "nothing has departed"
         stream.mark_published()
     assert close is not None
@@ -410,7 +410,7 @@ def test_a_write_past_torchs_counters_is_found_when_the_record_is_closed(seed: i
         assert not stream.trained_written(), "torch counts nothing"
         record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
         record.add(gradients)
-        close = record.later(skipped=False)
+        close = record.ended(skipped=False)
         assert close is not None
     with pytest.raises(WrittenUnseen, match="two"):
         close()
