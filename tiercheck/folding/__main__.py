@@ -15,8 +15,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -38,10 +39,14 @@ def main(text: str) -> int:
     launch = msgspec.json.decode(text, type=Launch)
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
-    launch.settings.take_effect()  # threads started later inherit this
+    launch.settings.bind()
     allow_many_descriptors()
     ends_first_without_memory()  # its end costs the work, and a trainer's end costs the run
     end_with(launch.owner)
+    if launch.is_waited_for:
+        with suppress(NotExact):  # it is told to whoever asks for a fold
+            folding()
+    launch.settings.stand_back()  # threads started later inherit this
     asyncio.run(live(launch))
     return 0
 
@@ -82,12 +87,19 @@ async def folds_at(executor: Executor, target: FoldTarget) -> AsyncIterator[Fold
 
 def replays(certified: bool) -> FoldShards:
     """Errors: ``NotExact``."""
+    module = folding()
+    module.on_one_thread()
+    found: FoldShards = module.TensorFolding(certified=certified)
+    return found
+
+
+def folding() -> Any:
+    """What replays, with torch: seconds of a processor. Errors: ``NotExact``."""
     try:
-        from tiercheck.streams.rebuilding.folding import TensorFolding, on_one_thread
+        from tiercheck.streams.rebuilding import folding
     except ImportError as error:
         raise NotExact(f"bases cannot be folded: {error}; install torch where folds run") from error
-    on_one_thread()
-    return TensorFolding(certified=certified)
+    return folding
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Launch(Struct, frozen=True):
     owner: int
     """The process that it ends with."""
     settings: FoldSettings
+    is_waited_for: bool = False
+    """Training waits until it is ready: it stands back only then."""
 
 
 class SocketChannel:
@@ -91,14 +93,16 @@ class _Child(SocketChannel):
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def starts(settings: FoldSettings, environment: Mapping[str, str]) -> StartProcess:
+def starts(
+    settings: FoldSettings, environment: Mapping[str, str], *, is_waited_for: bool = False
+) -> StartProcess:
     """Starts the process in this environment, as a child of this one, which must live as long as it."""
 
     async def start() -> _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             child = await _Child.over(ours)
-            launch = Launch(theirs.fileno(), os.getpid(), settings)
+            launch = Launch(theirs.fileno(), os.getpid(), settings, is_waited_for)
             try:
                 child._process = await settled(
                     asyncio.to_thread(partial(_spawn, launch, environment)),
@@ -112,14 +116,14 @@ def starts(settings: FoldSettings, environment: Mapping[str, str]) -> StartProce
     return start
 
 
-def trainers_process(environment: Mapping[str, str]) -> FoldProcess:
+def trainers_process(environment: Mapping[str, str], is_waited_for: bool = False) -> FoldProcess:
     """The process that folds for one trainer. What it may use is said by the environment; else it is one thread on the
-    trainer's processors. Errors: ``ConfigurationError``."""
+    trainer's processors. ``is_waited_for``: training waits until it is ready. Errors: ``ConfigurationError``."""
     given = given_by(environment)
     own = os.sched_getaffinity(0)
     allowed = range(os.cpu_count() or 1) if given["fold_cpus"] else own  # a trainer may be bound to a few
     settings = FoldSettings.of(given["fold_threads"], given["fold_cpus"], given["fold_nice"], allowed=allowed, ranks=1)
-    return FoldProcess(starts(settings, environment))
+    return FoldProcess(starts(settings, environment, is_waited_for=is_waited_for))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

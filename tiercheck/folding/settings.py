@@ -52,8 +52,8 @@ class FoldSettings(Struct, frozen=True):
             raise ConfigurationError(f"fold_nice must be at least 0 and at most {NICE_MAX}, not {nice}")
         return cls(count, tuple(sorted(cpus)), nice)
 
-    def take_effect(self) -> None:
-        """In this process, before it starts a thread. What the system refuses does no harm."""
+    def bind(self) -> None:
+        """This process to its processors, before it starts a thread. What the system refuses does no harm."""
         try:
             os.sched_setaffinity(0, self.cpus)
         except OSError as error:
@@ -64,6 +64,9 @@ class FoldSettings(Struct, frozen=True):
                 sorted(os.sched_getaffinity(0)),
                 error,
             )
+
+    def stand_back(self) -> None:
+        """This process, before it starts a thread that folds. What the system refuses does no harm."""
         log.info("the process that folds stands back: %s", stand_back(self.nice))
 
 

@@ -86,7 +86,7 @@ async def open_job(
     group: AsyncGroup,
     runtime: Runtime,
     find_agent: FindAgent,
-    fold_process: Callable[[Mapping[str, str]], FoldProcess] | None = None,
+    fold_process: Callable[[Mapping[str, str], bool], FoldProcess] | None = None,
     config: CheckpointConfig,
     policies: Policies | None = None,
     request: Request | None = None,
@@ -181,7 +181,7 @@ class _Startup:
     ranks: Ranks
     runtime: Runtime
     find_agent: FindAgent
-    fold_process: Callable[[Mapping[str, str]], FoldProcess] | None
+    fold_process: Callable[[Mapping[str, str], bool], FoldProcess] | None
     held: Resources
     before_bases: Callable[[], None] | None
     on_lost_stage: LostStage | None
@@ -442,7 +442,8 @@ class _Startup:
         first = opened.hierarchy.tiers[0]
         if not opened.apart or self.fold_process is None:
             return LocalFoldExecutor(opened.folds, opened.tiers.first)
-        process = self.held.fold_process = self.fold_process(self.runtime.environment)
+        waits = self.config.bases == "fold"
+        process = self.held.fold_process = self.fold_process(self.runtime.environment, waits)
         return process.at(FoldTarget(as_agent_opens(first.url), first.name, self.config.bases == "auto"))
 
     def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:

@@ -4,7 +4,8 @@ They go when a base after them is there, and the other tiers have what they are 
 grow: instead training waits, with a deadline, and the error says what for.
 
 Until what folds is ready, nothing makes those bases. Then training waits after the usual number of differentials until
-the first base is folded (``bases="fold"``), or captures the bases itself (``"auto"``).
+the first base is folded (``bases="fold"``; if that takes half of the deadline, it waits no longer), or captures the
+bases itself (``"auto"``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 FOLD_S_MAX = 10.0
 """So long training waits for a fold if the base may be captured instead."""
+NOT_READY = (
+    "what folds is not ready after %.0f s: bases are captured until it is. The processors are busy, it seems: give it "
+    'one (TIERCHECK_FOLD_CPUS), let it give way less (TIERCHECK_FOLD_NICE), or say bases="auto", which does not wait'
+)
 DRAIN_S_MAX = 10.0
 """So long it waits then, too, until the bases in the first tier have reached the durable one. There a newer base takes
 their place, and if no other rank has it, it is committed by nobody."""
@@ -128,6 +133,11 @@ class Backlog:
                     self._modes.base.on(BaseEvent.NEEDED)
                     # This version, and the one after its base, by which the base takes their place.
                     return held, held + 2
+                if most < records_max and status.prepares_folding and wait.waited_s >= deadline_s / 2:
+                    self._waits_for_folds = False
+                    log.warning(NOT_READY, wait.waited_s)
+                    held, most = await self._look(records_max)
+                    continue
                 why = status.holds_up or "the mover has not said why"
                 full = f"the first tier holds {held} differentials and has room for {most}"
                 if wait.waited_s >= deadline_s:

@@ -168,7 +168,8 @@ class MoverHandle(Protocol):
         """Wait until another base may come into the first tier: fewer than two of this rank still drain, and of those
         in the first tier no more than two must stay. ``due``: leave the bases of these versions to the mover, which
         takes them over if nothing is in the way (:attr:`MoverStatus.folds_to`). ``patiently``: wait also until those
-        before are folded. Errors: ``DeadlineExceeded``; ``JobConflict``."""
+        before are folded; for what folds to be ready, only half of the deadline. Errors: ``DeadlineExceeded``;
+        ``JobConflict``."""
         ...
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...

@@ -373,8 +373,11 @@ class Mover:
         def has_room() -> bool:
             self._seen()
             self._note()
-            unready = self._folding is not None and (self._folding.preparing or self.status.unfolded_bases)
-            return self.status.has_room and not (patiently and unready)
+            awaited = False
+            if patiently and self._folding is not None:
+                early = asyncio.get_running_loop().time() < asked_at + deadline_s / 2
+                awaited = bool(self.status.unfolded_bases) or (early and self._folding.preparing)
+            return self.status.has_room and not awaited
 
         async def room() -> bool:
             await self._observer.refresh_nearby()

@@ -83,9 +83,9 @@ class Killed:
             os.kill(self._child.pid, 9)
 
 
-def killing(made: list[FoldProcess], points: Iterator[str]) -> Callable[[Mapping[str, str]], FoldProcess]:
-    def process(environment: Mapping[str, str]) -> FoldProcess:
-        start = launch.trainers_process(environment)._start
+def killing(made: list[FoldProcess], points: Iterator[str]) -> Callable[[Mapping[str, str], bool], FoldProcess]:
+    def process(environment: Mapping[str, str], is_waited_for: bool) -> FoldProcess:
+        start = launch.trainers_process(environment, is_waited_for)._start
 
         async def start_and_kill() -> Any:
             return Killed(await start(), next(points, ""))

@@ -54,7 +54,9 @@ TAKES_EFFECT = """
 import json, logging, os, sys, threading
 from tiercheck.folding.settings import FoldSettings
 logging.basicConfig(stream=sys.stderr)
-FoldSettings(1, tuple(json.loads(sys.argv[1])), int(sys.argv[2])).take_effect()
+settings = FoldSettings(1, tuple(json.loads(sys.argv[1])), int(sys.argv[2]))
+settings.bind()
+settings.stand_back()
 seen = []
 def look():
     seen.append([sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)])
