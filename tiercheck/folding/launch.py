@@ -93,9 +93,7 @@ class _Child(SocketChannel):
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def starts(
-    settings: FoldSettings, environment: Mapping[str, str], *, is_waited_for: bool = False
-) -> StartProcess:
+def starts(settings: FoldSettings, environment: Mapping[str, str], *, is_waited_for: bool = False) -> StartProcess:
     """Starts the process in this environment, as a child of this one, which must live as long as it."""
 
     async def start() -> _Child:
