@@ -26,10 +26,10 @@ from tiercheck.format.index.boxes import as_range
 from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
 from tiercheck.integrations.fsdp.blocks import HeldBlock, block_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
-from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.optimizers.elementwise import is_elementwise
 from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.beside import Beside, End
-from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of, qualified
+from tiercheck.streams.tensors.joint import AnyOptimizer, parts_of
 from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["ShardedProvider"]
@@ -45,8 +45,6 @@ SUMMING = (
     torch.optim.SGD,
 )
 """See :func:`sums_first`."""
-ELEMENTWISE = frozenset((*SUMMING, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop))
-"""The optimizers that do the same with each element, whatever the others are."""
 SUMS_WHAT_IS_COMPUTED = TorchVersion(torch.__version__) < TorchVersion("2.15")
 """Whether gradients are summed in the computation's dtype, if no ``reduce_dtype`` is given: else in the parameters'."""
 
@@ -132,8 +130,7 @@ class ShardedProvider(ModuleProvider):
     def steps_together(self) -> bool:
         """An optimizer that does more than arithmetic on elements, as Muon multiplies matrices, does so over the ranks
         that hold their parts."""
-        kinds = {type(each) for each in parts_of(self._optimizer)}
-        return any(each not in ELEMENTWISE and find_optimizer(qualified(each)) is None for each in kinds)
+        return not all(is_elementwise(type(each)) for each in parts_of(self._optimizer))
 
     @torch.no_grad()
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

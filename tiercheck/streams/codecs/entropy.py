@@ -48,8 +48,9 @@ class ExactEntropy(Codec):
     at a time. The part ``fractions`` is what :func:`tiercheck.kernels.split_exponents` leaves of each frame. The part
     ``exponents`` is each frame's as :func:`tiercheck.kernels.pack_exponents` packs them, behind its length (4 bytes,
     little endian); if that would not be shorter than the exponents themselves, it is these. Never more bytes than
-    ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16. What is neither
-    fp32 nor bf16 is stored by ``exact``.
+    ``exact`` takes for the same tensor, and as there an fp32 tensor whose values are all exactly bf16 is stored as
+    bf16. (What clipping or loss scaling has widened to fp32, records store as half-precision numbers and a factor, but
+    with ``exact`` alone.) What is neither fp32 nor bf16 is stored by ``exact``.
     """
 
     name = "exact+entropy"

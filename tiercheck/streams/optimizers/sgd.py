@@ -58,7 +58,7 @@ class Sgd(ReplayableOptimizer[SgdStep]):
             momentum=float(options["momentum"]),
             dampening=float(options["dampening"]),
             weight_decay=float(options["weight_decay"]),
-            nesterov=bool(options["nesterov"]),
+            nesterov=bool(options["nesterov"] and options["momentum"]),  # as torch's step: without, it is none
             first=count == 1,
             maximize=bool(options.get("maximize", False)),
         )

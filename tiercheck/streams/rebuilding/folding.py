@@ -290,6 +290,11 @@ def check_foldable(
         raise ConfigurationError(f"a base holds what {config.codec!r} has left out, which nothing else records: {fix}")
     if encoding.fidelity is not Fidelity.EXACT and not config.train_on_compressed:
         raise ConfigurationError(f"gradients by the codec {config.codec!r} do not lead to the bits of the state: {fix}")
+    if identity.optimizer.memory_order:
+        raise ConfigurationError(
+            "a fused optimizer on the host steps on parameters that are not contiguous (channels_last), of which bases "
+            f"do not hold the order in memory: {fix}"
+        )
     try:
         check_replayable(identity)
         if identity.optimizer.device != HOST.type:

@@ -39,8 +39,8 @@ def reencoded(shard: Shard, codec_name: str) -> ShardContents:
     """What a shard of differentials holds, its ``exact`` gradients in the codec ``codec_name``, which keeps every bit.
 
     Each gradient decodes to the bits that it decoded to before. One that was captured in another codec stays as it is,
-    and so does all that is no gradient. What is decoded is verified; the rest keeps its checksum. Takes the memory of
-    what it encodes. Errors: ``Corruption`` naming the shard.
+    also one that the codec would make longer, and all that is no gradient. What is decoded is verified; the rest keeps
+    its checksum. Takes the memory of what it encodes. Errors: ``Corruption`` naming the shard.
     """
     wanted, stored = codec(codec_name), as_stored(shard)
     objects, encoded, replaced = dict(stored.objects), list[TensorEntry](), set[str]()
@@ -54,9 +54,10 @@ def reencoded(shard: Shard, codec_name: str) -> ShardContents:
                     continue
                 parts = gradient_parts(shard, version, master, encoding.parts)
                 slots = Slots(version, master)
-                encodings[master] = wanted.encode(
-                    decode(description, parts), encoding.dtype, seed=version, slot=slots
-                ).to_object()
+                made = wanted.encode(decode(description, parts), encoding.dtype, seed=version, slot=slots)
+                if slots.nbytes > sum(part.spec.nbytes for part in parts.values()):
+                    continue  # such as half-precision numbers that are stored with the factor of their clipping
+                encodings[master] = made.to_object()
                 encoded += slots.entries()
                 replaced.update(part.name for part in parts.values())
             objects[record_name(version)] = {**record, "gradients": encodings}
@@ -80,6 +81,10 @@ class Slots:
         memory = np.empty(math.prod(shape) * DTYPES[dtype].itemsize, np.uint8)
         self._parts.append((gradient_name(self._version, self._master, suffix), dtype, tuple(shape), memory))
         return memory.data
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.size for *_, memory in self._parts)
 
     def entries(self) -> list[TensorEntry]:
         return [TensorEntry(name, dtype, shape, memory.data) for name, dtype, shape, memory in self._parts]

@@ -8,10 +8,10 @@ called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.gpu_adam import Powers
 from tiercheck.streams.optimizers.optimizer import Candidate, OnDevice, ReplayableOptimizer, Trial
 from tiercheck.streams.optimizers.replay import Setting
-from tiercheck.streams.optimizers.stand_in import Outcome, trials_of, with_its_bits
+from tiercheck.streams.optimizers.stand_in import Choice, Outcome, trials_of, with_its_bits
 from tiercheck.streams.replay.runs import Gradient, wide
 
 __all__ = ["DeviceMemory", "DeviceReplay", "device_replay_for"]
@@ -106,38 +106,51 @@ def device_replay_for(
 ) -> DeviceReplay | None:
     """The kernel for an optimizer that runs so on this process's device, over steps with these options of its groups.
     ``None``: there is none, and the log says why."""
-    found = certified(optimizer, setting, tuple(sorted({beta for group in options for beta in optimizer.betas(group)})))
-    return None if isinstance(found, str) else found
+    found = certified(optimizer, setting)
+    if isinstance(found, str):
+        return None
+    return with_betas(optimizer, found, {beta for group in options for beta in optimizer.betas(group)}, setting.device)
 
 
 @cache
 def certified(
-    optimizer: ReplayableOptimizer[Any], setting: Setting, betas: tuple[float, ...], memory: DeviceMemory | None = None
-) -> DeviceReplay | str:
-    """The kernel, or why there is none; either is found once, and the log says which."""
+    optimizer: ReplayableOptimizer[Any], setting: Setting, memory: DeviceMemory | None = None
+) -> Choice | str:
+    """The candidate that has the optimizer's bits, or why there is none; either is found once, and the log says which."""
+    here = memory or CudaMemory()
+
+    def on_device(candidate: Candidate, powers: Powers) -> list[Outcome]:
+        replay = DeviceReplay(candidate.name, optimizer, candidate.on_device(powers), here)
+        return outcomes_of(replay, trials_of(optimizer), setting.device)
+
+    refusal = "no kernel has its bits"
     try:
-        found = chosen(optimizer, setting, betas, memory or CudaMemory())
+        found = with_its_bits(optimizer, setting.implementation, (), setting.device, on_device, refusal=refusal)
     except ConfigurationError as error:
         logger.info("the steps of %s are replayed by calling it: %s", optimizer.kind, error)
         return str(error)
-    logger.info("the steps of %s are replayed by the kernel %s", optimizer.kind, found.name)
+    logger.info("the steps of %s are replayed by the kernel %s", optimizer.kind, found.candidate.name)
     return found
 
 
-def chosen(
-    optimizer: ReplayableOptimizer[Any], setting: Setting, betas: tuple[float, ...], memory: DeviceMemory
+def with_betas(
+    optimizer: ReplayableOptimizer[Any],
+    choice: Choice,
+    betas: Collection[float],
+    device: str,
+    memory: DeviceMemory | None = None,
 ) -> DeviceReplay:
-    """Errors: ``ConfigurationError``: no candidate has the optimizer's bits on the device."""
+    """The kernel, for steps with these betas: a schedule may bring others at each step."""
+    powers = powers_of(choice.candidate, frozenset(betas), device)
+    name, function = choice.candidate.name, choice.candidate.on_device(powers)
+    return DeviceReplay(name, optimizer, function, memory or CudaMemory())
 
-    def replay_by(candidate: Candidate, powers: Powers) -> DeviceReplay:
-        return DeviceReplay(candidate.name, optimizer, candidate.on_device(powers), memory)
 
-    def on_device(candidate: Candidate, powers: Powers) -> list[Outcome]:
-        return outcomes_of(replay_by(candidate, powers), trials_of(optimizer), setting.device)
+@lru_cache(maxsize=64)
+def powers_of(candidate: Candidate, betas: frozenset[float], device: str) -> Powers:
+    from tiercheck.streams.optimizers.device_trials import powers_on_device
 
-    refusal = "no kernel has its bits"
-    found = with_its_bits(optimizer, setting.implementation, betas, setting.device, on_device, refusal=refusal)
-    return replay_by(found.candidate, found.powers)
+    return powers_on_device(candidate, betas, device)
 
 
 def outcomes_of(replay: DeviceReplay, trials: Sequence[Trial], device: str) -> list[Outcome]:

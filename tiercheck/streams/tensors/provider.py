@@ -25,6 +25,7 @@ import torch
 from tiercheck import schema
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Piece, Role, whole
+from tiercheck.streams.optimizers.elementwise import is_elementwise
 from tiercheck.streams.optimizers.stand_in import StandIn, known_stand_in
 from tiercheck.streams.replay.libraries import library_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, is_given
@@ -70,12 +71,18 @@ class OptimizerIdentity:
     stand_in: StandIn | None = None
     """The kernel on the host that has the bits of an optimizer on a GPU. It says how a step may be replayed, and
     nothing of how it was taken."""
+    threads: int = 0
+    """If it sums over a tensor on the host: torch's threads, each of which sums a part. 0: they do not matter."""
+    memory_order: bool = False
+    """Some parameters are not contiguous, and a fused kernel on the host, which rounds the last elements in the order
+    of memory otherwise, takes others for the last."""
 
     @classmethod
     def of(cls, optimizer: AnyOptimizer, device: torch.device) -> OptimizerIdentity:
         kind, implementation = kind_of(optimizer), implementation_of(optimizer, device)
         classes: list[type] = [type(part) for part in parts_of(optimizer)]
         libraries = dict.fromkeys(map(library_of, classes))
+        sums = not all(is_elementwise(each) or each.__module__.startswith("deepspeed.") for each in classes)
         return cls(
             kind=kind,
             implementation=implementation,
@@ -84,6 +91,8 @@ class OptimizerIdentity:
             device=device.type,
             library=", ".join(filter(None, libraries)),
             stand_in=None if device.type == "cpu" else known_stand_in(kind, implementation),
+            threads=torch.get_num_threads() if sums and device.type == "cpu" else 0,
+            memory_order=device.type == "cpu" and steps_in_memory_order(optimizer),
         )
 
     @classmethod
@@ -299,6 +308,11 @@ def implementation_of(optimizer: AnyOptimizer, device: torch.device) -> str:
         else:
             chosen.add("single_tensor")
     return chosen.pop() if len(chosen) == 1 else "called"
+
+
+def steps_in_memory_order(optimizer: AnyOptimizer) -> bool:
+    fused = [each for group in optimizer.param_groups if group.get("fused") for each in group["params"]]
+    return not all(each.is_contiguous() for each in fused)
 
 
 def device_name(device: torch.device) -> str:

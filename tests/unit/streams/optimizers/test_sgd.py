@@ -96,6 +96,20 @@ class TestRefusals:
         group = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.25).param_groups[0]
         assert optimizer_of(SGD).step(group, 1) == SgdStep(lr=0.5, momentum=0.25, first=True)
 
+    def test_nesterov_s_step_while_the_momentum_is_warmed_up_from_zero_is_a_plain_one(self) -> None:
+        """torch refuses that of a new optimizer, and steps so if a schedule sets it."""
+        options = {**OPTIONS, "nesterov": True}
+        assert optimizer_of(SGD).step(options, 2) == SgdStep(lr=0.1)
+        start, gradients = random_problem(33, 0)
+        parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+        made = torch.optim.SGD([parameter], lr=0.1, momentum=0.5, nesterov=True)
+        made.param_groups[0]["momentum"] = 0.0
+        for each in gradients:
+            parameter.grad = torch.from_numpy(each.copy())
+            made.step()
+        replayed = run_replay(certain("single_tensor"), start, gradients, options, threads=1)
+        assert differing_values(replayed, [parameter.detach().numpy()]) == 0
+
     def test_state_and_steps_that_do_not_fit(self) -> None:
         replay, p, b, g = certain("fused"), *np.zeros((3, 8), np.float32)
         plain, momentum = SgdStep(lr=0.1), SgdStep(lr=0.1, momentum=0.9)

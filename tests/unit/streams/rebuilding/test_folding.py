@@ -232,13 +232,15 @@ def test_nothing_keeps_the_memory_of_what_was_folded(optimizer: str, tmp_path: P
         ({}, {"codec": "nf4+feedback", "train_on_compressed": True}, "has left out"),
         ({"device": "cuda"}, {}, "steps on cuda, bases are folded on the host, and the optimizer could not be tried"),
         ({"kind": "mine.Odd"}, {}, "neither torch's nor registered"),
+        ({"memory_order": True}, {}, "parameters that are not contiguous"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_at_the_start(
-    identity: dict[str, str], config: dict[str, Any], why: str
+    identity: dict[str, Any], config: dict[str, Any], why: str
 ) -> None:
-    adam = {"kind": "torch.optim.adam.Adam", "device": "cpu"} | identity
-    optimizer = OptimizerIdentity(adam["kind"], "single_tensor", torch.__version__, "", adam["device"])
+    optimizer = replace(
+        OptimizerIdentity("torch.optim.adam.Adam", "single_tensor", torch.__version__, "", "cpu"), **identity
+    )
     with pytest.raises(ConfigurationError, match=why) as refused:
         check_foldable(Identity("torch", "", "", optimizer), CheckpointConfig(**config), [], certified=False)
     assert 'leave bases at "capture"' in str(refused.value)

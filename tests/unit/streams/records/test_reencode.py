@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tests.encoding import APPROXIMATE, EXACT, encode
@@ -19,10 +20,11 @@ from tiercheck.format import container, host_state
 from tiercheck.format.container import PackedObject, Shard, ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.deepspeed import attaching, read_block
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.streams.codecs import decode
-from tiercheck.streams.records.differential import read_differentials
+from tiercheck.streams.records.differential import DifferentialStream, read_differentials
 from tiercheck.streams.records.merge import as_stored, merge
 from tiercheck.streams.records.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
 from tiercheck.streams.records.reencode import reencoded
@@ -301,3 +303,20 @@ def test_the_block_of_deepspeed_says_where_to_begin() -> None:
     assert (str(request), config.keep_left_behind) == ("version=6, generation=2", False)
     with pytest.raises(ConfigurationError, match="fresh begins at version 0"):
         attaching._read({"tiercheck": {"tiers": ["shm://a"], "version": 6, "fresh": True}})
+
+
+@pytest.mark.parametrize("codec", ["exact", "exact+entropy", "nonzero"])
+def test_half_precision_numbers_that_clipping_has_widened_stay_as_they_are(codec: str) -> None:
+    """Their products with the factor are fp32 numbers of twice the bytes."""
+    model = torch.nn.Linear(64, 64)
+    provider = ModuleProvider(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    stream = DifferentialStream(provider, "exact", 1)
+    memory = bytearray(stream.nbytes_max)
+    record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(memory))
+    gradients = {name: torch.randn_like(each).bfloat16().float() * 0.37 for name, each in provider.masters().items()}
+    record.add(gradients)
+    shard = container.parse(bytes(memory[: record.finish(skipped=False)]))
+    assert sum(each.spec.nbytes for each in reencoded(shard, codec).tensors) == sum(each.nbytes for each in shard.specs)
+    (read,) = read_differentials(shard, tier="test")
+    assert {each["dtype"] for each in read.encodings.values()} == {"F32"}
+    assert sum(each.nbytes for each in shard.specs) < sum(2.1 * each.numel() for each in gradients.values())

@@ -23,7 +23,7 @@ def described(codec: str, *, trained_on: bool = False, **scalars: int) -> dict[s
     return {"codec": codec, "dtype": "F32", "shape": [4], "parts": [""], "scalars": scalars, **told}
 
 
-def told(*tallies: Tally, **here: str) -> tuple[Fidelity, tuple[str, ...]]:
+def told(*tallies: Tally, **here: Any) -> tuple[Fidelity, tuple[str, ...]]:
     identity = fresh().identity()
     now = replace(identity, optimizer=replace(identity.optimizer, **here))
     return reached(identity, now, sum(tallies, Tally()))
@@ -34,6 +34,14 @@ def test_every_codec_is_called_what_it_declares() -> None:
         fidelity, notes = told(Tally.of([described(name)]))
         assert fidelity is codec(name).fidelity, name
         assert bool(notes) == (fidelity is not Fidelity.EXACT), name
+
+
+@pytest.mark.parametrize(
+    ("here", "said"), [({"threads": 2}, "threads 0 -> 2"), ({"memory_order": True}, "memory_order False -> True")]
+)
+def test_steps_that_this_process_would_take_with_other_bits_are_approximate(here: dict[str, Any], said: str) -> None:
+    fidelity, (note,) = told(Tally.of([described("exact")]), **here)
+    assert (fidelity, note.endswith(said)) == (Fidelity.APPROXIMATE, True)
 
 
 def test_the_worst_counts_and_each_is_told() -> None:

@@ -23,7 +23,7 @@ from tiercheck.streams.optimizers import device_trials  # noqa: E402
 from tiercheck.streams.optimizers.registry import optimizer_of  # noqa: E402
 from tiercheck.streams.optimizers.replay import Setting  # noqa: E402
 from tiercheck.streams.replay import kernel_selection, on_device  # noqa: E402
-from tiercheck.streams.replay.on_device import DeviceReplay, certified, device_replay_for, placed  # noqa: E402
+from tiercheck.streams.replay.on_device import DeviceReplay, certified, device_replay_for, placed, with_betas  # noqa: E402
 from tiercheck.streams.replay.runs import Step  # noqa: E402
 
 KIND = "torch.optim.adamw.AdamW"
@@ -46,7 +46,8 @@ def emulated(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def found_for(implementation: str = "fused") -> DeviceReplay | str:
     memory = DeviceMemoryOfTests(lambda array: array.view(OnDevice))
     setting = Setting(implementation, "2.13", "Simulated", "cpu")
-    return certified(optimizer_of(KIND), setting, (0.9, 0.99), memory)
+    found = certified(optimizer_of(KIND), setting, memory)
+    return found if isinstance(found, str) else with_betas(optimizer_of(KIND), found, (0.9, 0.99), "cpu", memory)
 
 
 def replay_for(implementation: str = "fused") -> DeviceReplay:
@@ -112,6 +113,31 @@ def test_several_steps_in_one_pass_have_the_bits_of_the_optimizers_steps(monkeyp
         replay(own, moments, gradients, steps)
         assert own.numpy().tobytes() == parameter.detach().numpy().tobytes()
         assert all(each.numpy().tobytes() == held[name].numpy().tobytes() for name, each in moments.items())
+
+
+@pytest.mark.parametrize(("implementation", "found"), [("fused", FUSED[0]), ("foreach", OPERATIONS[0])])
+def test_a_schedule_of_betas_takes_one_certification(
+    implementation: str, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(monkeypatch, KIND, found)
+    tried: list[int] = []
+    outcomes_on_device = device_trials.outcomes_on_device
+
+    def counted(*given: Any) -> Any:
+        tried.append(1)
+        return outcomes_on_device(*given)
+
+    monkeypatch.setattr(device_trials, "outcomes_on_device", counted)
+    monkeypatch.setattr(on_device, "CudaMemory", lambda: memory)
+    memory = DeviceMemoryOfTests(lambda array: array.view(OnDevice))
+    setting = Setting(implementation, "2.13", "Simulated", "cpu")
+    master, state, gradients = problem(64)
+    for beta in (0.95, 0.9, 0.85):
+        options = {**OPTIONS, "betas": (beta, 0.99)}
+        replay = device_replay_for(optimizer_of(KIND), setting, [options])
+        assert replay is not None
+        replay(master, state, gradients[:1], [optimizer_of(KIND).step(options, 5)])
+    assert tried == [1]
 
 
 def test_a_tensor_is_stepped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

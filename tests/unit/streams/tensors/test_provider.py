@@ -107,3 +107,34 @@ def test_the_optimizers_state_is_loaded_into_the_memory_that_it_has() -> None:
         loaded = loaded_value(other, saved, {}, torch.device("cpu"))
         assert loaded.data_ptr() != saved.data_ptr()
         assert torch.equal(loaded, saved)
+
+
+class TestWhatElseTheBitsDependOn:
+    """Where another process may compute otherwise: the identity differs, and what is replayed is not called exact."""
+
+    HOST = torch.device("cpu")
+
+    @pytest.mark.parametrize(("kind", "sums"), [(torch.optim.Adafactor, True), (torch.optim.RMSprop, False)])
+    def test_an_optimizer_that_sums_over_a_tensor_names_its_threads(
+        self, kind: type[torch.optim.Optimizer], sums: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: Any = kind
+        optimizer = made([torch.nn.Parameter(torch.zeros(4, 4))])
+        threads = []
+        for count in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            threads.append(OptimizerIdentity.of(optimizer, self.HOST).threads)
+        assert threads == ([1, 2] if sums else [0, 0])
+
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+    def test_a_fused_optimizer_says_if_it_goes_by_the_order_in_memory(self, kind: type[torch.optim.Optimizer]) -> None:
+        made: Any = kind
+        laid_out = torch.zeros(2, 3, 3, 3).to(memory_format=torch.channels_last)
+        orders = {
+            (fused, each is laid_out): OptimizerIdentity.of(
+                made([torch.nn.Parameter(each)], fused=fused), self.HOST
+            ).memory_order
+            for fused in (False, True)
+            for each in (laid_out, torch.zeros(2, 3))
+        }
+        assert orders == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
