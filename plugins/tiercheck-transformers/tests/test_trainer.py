@@ -74,6 +74,8 @@ def test_killed_anywhere(job: Job) -> None:
             "lr_scheduler_kwargs": {"patience": 0},
         },
         {"max_steps": 14, "bf16": True, "optim": "adafactor"},
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
         {
             "load_best_model_at_end": True,
             "metric_for_best_model": "eval_loss",
@@ -125,6 +127,32 @@ def test_a_job_that_began_from_a_checkpoint_of_the_trainer_s_own(job: Job) -> No
     (killed,), (bare,) = began.end("killed"), began.end("bare")
     assert killed.pop("recovered") == [4, "exact"], "of version 0, at step 4"
     assert killed == bare
+
+
+def test_a_checkpoint_of_the_trainer_s_own_that_is_newer_than_the_newest_version(job: Job) -> None:
+    """Killed while it saves one at an epoch's end, before the version is published; the script resumes from that."""
+    saving = replace(job, arguments={"save_strategy": "epoch"})
+    assert saving.live("bare", attached=False) == [0]
+    assert KILLED in saving.live("killed", ("on_save", 6))
+    assert replace(saving, begins=job.folder / "killed" / "checkpoint-6").live("killed") == [0]
+    (killed,), (bare,) = saving.end("killed"), saving.end("bare")
+    assert killed.pop("recovered") == [5, "exact"]
+    assert killed == bare
+
+
+class LogsWhatIsNoNumber(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step < 5:
+            state.log_history[-1] |= {"share": torch.tensor([0.5]), "device": torch.device("cpu")}
+
+
+def test_a_log_may_hold_what_json_does_not(job: Job) -> None:
+    logging = replace(job, callbacks=[LogsWhatIsNoNumber])
+    assert KILLED in logging.live("killed", ("on_step_end", 5))
+    assert logging.live("killed") == [0]
+    (end,) = logging.end("killed")
+    assert end["recovered"] == [4, "exact"]
+    assert next((each["share"], each["device"]) for each in end["logged"] if "share" in each) == ([0.5], "cpu")
 
 
 def test_a_job_that_has_stopped_early_has_nothing_left_to_do(job: Job) -> None:

@@ -96,8 +96,10 @@ class Attached(TrainerCallback):
         self._stateful = stateful
         self._options = options
         self._progress = Progress(trainer)
-        self._resumed = False
+        self._resumes = False
         """The epoch that is trained next goes on where the restored version was."""
+        self._resumed = False
+        """One has done so: whatever checkpoint of its own the Trainer has loaded says nothing any more."""
         self._first_epoch: Callable[[], None] = nothing
         self._first_step: Callable[[], None] = nothing
         """What puts the random generators back when the first epoch that is trained, and its first step, begin."""
@@ -132,7 +134,7 @@ class Attached(TrainerCallback):
         self.checkpointer = self._attach()
         if (recovery := self.checkpointer.recovery) is None or recovery.version == 0:
             return
-        self._resumed = True
+        self._resumes = True
         # Evaluating at the start draws, and so do other callbacks.
         self._first_epoch = partial(restore_random_state, random_state())
         if recovery.version == 1 and self._progress.updates:
@@ -142,23 +144,35 @@ class Attached(TrainerCallback):
         control.should_training_stop = self._progress.stopped or state.global_step >= state.max_steps
 
     def _run_epoch(self, run_epoch: Callable[..., None], **kwargs: Any) -> None:
-        """``Trainer._run_epoch``: pass over what the restored version has behind it."""
-        progress, trainer = self._progress, self._trainer
-        if trainer.control.should_training_stop or kwargs["epoch"] < progress.epoch:
+        """``Trainer._run_epoch``: pass over what the restored version has behind it. If the Trainer begins later, with
+        a checkpoint of its own, what lies between is trained first."""
+        progress, stops = self._progress, self._trainer.control
+        if kwargs["epoch"] < progress.epoch:
             return
+        for epoch in range(progress.epoch if self._resumes else kwargs["epoch"], kwargs["epoch"] + 1):
+            if not stops.should_training_stop:
+                self._run(run_epoch, {**kwargs, "epoch": epoch})
+
+    def _run(self, run_epoch: Callable[..., None], kwargs: dict[str, Any]) -> None:
+        progress, trainer = self._progress, self._trainer
         self._first_epoch()
         self._first_epoch = nothing
-        if self._resumed:
-            self._resumed = False
+        if self._resumes:
+            self._resumes, self._resumed = False, True
             passed = progress.updates * trainer.args.gradient_accumulation_steps
+            if passed and progress.begun is not None:  # the same order again; the first forward pass puts them back
+                restore_random_state(progress.begun)
             kwargs |= {"epochs_trained": progress.epoch, "steps_trained_in_current_epoch": passed}
             # Any path has the Trainer pass over the batches. It looks for random states there, and finds none.
             kwargs["resume_from_checkpoint"] = os.devnull if passed else None
+        elif self._resumed:
+            kwargs["resume_from_checkpoint"] = None
         elif (
             kwargs["epoch"] == kwargs["epochs_trained"]
         ):  # of a checkpoint of the Trainer's own, which the job began from
             progress.updates = kwargs["steps_trained_in_current_epoch"] // trainer.args.gradient_accumulation_steps
         progress.epoch = kwargs["epoch"]
+        progress.begun = random_state() if draws_its_order(trainer) else None
         run_epoch(**kwargs)
         midway = trainer.control.should_training_stop and progress.updates < kwargs["num_update_steps_per_epoch"]
         if not midway:
@@ -210,6 +224,11 @@ class Attached(TrainerCallback):
         self._trainer.remove_callback(self)
         for unwrap in reversed(self._unwrap):
             unwrap()
+
+
+def draws_its_order(trainer: Trainer) -> bool:
+    """Whether an epoch's order of samples comes from torch's own generator, and not from one with a seed an epoch."""
+    return trainer.args.train_sampling_strategy != "random" or not trainer.accelerator.use_seedable_sampler
 
 
 def wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:

@@ -37,6 +37,8 @@ class Progress:
         self._trainer = trainer
         self.epoch = 0
         self.updates = 0
+        self.begun: dict[str, Any] | None = None
+        """The random generators as the epoch began, if its order of samples was drawn from them."""
         self.stopped = False
         """Something other than the number of steps has ended the training, such as an ``EarlyStoppingCallback``."""
         self._log = ""
@@ -56,11 +58,13 @@ class Progress:
             "loss": float(trainer._tr_loss),
             "logged": trainer._globalstep_last_logged,
             "flos": trainer.current_flos,
+            **({} if self.begun is None else {"begun": self.begun}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer, state = self._trainer, self._trainer.state
         self.epoch, self.updates, self.stopped = saved["epoch"], saved["updates"], saved["stopped"]
+        self.begun = saved.get("begun")
         for name, value in saved["counted"].items():
             setattr(state, name, value)
         self._log = saved["log"]
@@ -81,7 +85,7 @@ class Progress:
 
     def _logged(self) -> str:
         for entry in self._trainer.state.log_history[self._entries :]:
-            self._log += json.dumps(entry) + "\n"
+            self._log += json.dumps(entry, default=as_plain) + "\n"
             self._entries += 1
         return self._log
 
@@ -93,3 +97,8 @@ class Progress:
                 kind = type(callback).__name__
                 seen[kind] = seen.get(kind, 0) + 1
                 yield f"{kind} {seen[kind]}", callback
+
+
+def as_plain(value: Any) -> Any:
+    """What a callback has logged that is no number of Python's, such as NumPy's or a tensor."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
