@@ -67,6 +67,11 @@ class EntryPointGroup:
                 f"{distribution_of(entry)} registers {entry.value!r} for the {self.called(name)}, but there is no such "
                 f"object; the package is broken or half upgraded"
             ) from error
+        except Exception as error:  # whatever its modules do when they are imported
+            raise ConfigurationError(
+                f"the {self.called(name)} cannot be loaded: importing {entry.value!r} of {distribution_of(entry)} "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
 
     def unknown(self, name: str, others: Iterable[str] = ()) -> ConfigurationError:
         """What to raise if nothing is registered under ``name``. ``others``: names that would be known besides."""

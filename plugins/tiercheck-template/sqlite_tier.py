@@ -79,6 +79,13 @@ class SqliteDriver(TierDriver):
             raise
         self._worker = worker
 
+    async def open_to_read(self) -> None:
+        """A file that is not there is not made: a command that lists must not answer a mistyped path with an empty
+        tier."""
+        if not await asyncio.to_thread(os.path.exists, self._path):
+            raise errors.NotFound("there is no such file", tier=self.url)
+        await self.open()
+
     def _connect(self) -> sqlite3.Connection:
         with self._mapped(None):
             # Others may not read it; what SQLite makes beside it has the same mode.

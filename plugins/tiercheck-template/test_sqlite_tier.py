@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlite_tier import SqliteDriver
 
-from tiercheck.errors import Transient
+from tiercheck.errors import NotFound, Transient
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.faults import Killed
 from tiercheck.testing.stateful import DriverMachine
@@ -64,6 +64,13 @@ async def test_others_cannot_read_it(tmp_path: Path) -> None:
         await driver.put("a", [b"x"])
         modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(("tier.db", "tier.db-wal", "tier.db-shm"), 0o600)
+
+
+@pytest.mark.asyncio
+async def test_who_reads_makes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="there is no such file"):
+        await SqliteDriver(tmp_path / "mistyped.db").open_to_read()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.asyncio

@@ -58,7 +58,7 @@ URLS_AND_VERSION = Annotated[
     list[str], typer.Argument(help="Tier URLs, then optionally a version.", metavar="URL... [VERSION]")
 ]
 GENERATION = Annotated[int | None, typer.Option(help="As of this generation, whatever came later.", min=1)]
-DEADLINE = Annotated[float, typer.Option(help="Seconds that a tier may keep silent.", min=0.001)]
+DEADLINE = Annotated[float, typer.Option(help="Seconds that a tier may keep silent.", min=0.001, max=1e9)]
 DEADLINE_S = 60.0
 RANKS_NAMED_MAX = 8
 RANKS_SHOWN_MAX = 24

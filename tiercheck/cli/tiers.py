@@ -83,7 +83,9 @@ def doctor(
         typer.Argument(help="Tier URLs, such as shm://run or s3://bucket/run; without any: the GPU alone."),
     ] = None,
     measure_s: Annotated[float, typer.Option(help="Seconds spent on measuring each; 0: none.", min=0)] = 5.0,
-    parameters: Annotated[float, typer.Option(help="Say what each tier will hold of a job: a rank's.", min=0)] = 0,
+    parameters: Annotated[
+        float, typer.Option(help="Say what each tier will hold of a job: a rank's.", min=0, max=1e15)
+    ] = 0,
     ranks: Annotated[int, typer.Option(help="Its ranks on a node.", min=1)] = 1,
     nodes: Annotated[int, typer.Option(help="Its nodes.", min=1)] = 1,
     gradient_bytes: Annotated[int, typer.Option(help="Of a parameter's gradient.", min=1)] = 4,

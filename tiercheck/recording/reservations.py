@@ -73,7 +73,10 @@ class Reservations:
                 except FileSystemFull as error:
                     full = error
                 except CapacityExceeded:
-                    return await self._reserved_with_room(key, nbytes, ready, until)
+                    try:
+                        return await self._reserved_with_room(key, nbytes, ready, until)
+                    except FileSystemFull as error:
+                        full = error
         raise full
 
     async def reserve_on_loop(

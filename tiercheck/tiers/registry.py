@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 from tiercheck.entry_points import EntryPointGroup, distribution_of
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.url import OptionReader, TierURL, number_from, parse_size, seconds_from, size_from
 
@@ -47,7 +47,15 @@ def make_driver(url: str | TierURL) -> TierDriver:
     parsed = TierURL.parse(url) if isinstance(url, str) else url
     entry = registered(parsed)
     factory = GROUP.load(entry.name)
-    driver = factory(parsed)
+    try:
+        driver = factory(parsed)
+    except TierCheckError:
+        raise
+    except Exception as error:  # of somebody else's code
+        raise ConfigurationError(
+            f"{entry.value!r} of {distribution_of(entry)} could not make a driver for {parsed.text}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(driver, TierDriver):
         raise ConfigurationError(
             f"{entry.value!r} of {distribution_of(entry)} made a {type(driver).__name__} for {parsed.scheme}://, "

@@ -87,7 +87,7 @@ class TierURL:
         location, _, query = rest.partition("?")
         try:
             location = unquote(location, errors="strict")
-            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []
+            pairs = pairs_of(query)
         except UnicodeError:
             raise ConfigurationError(f"a {scheme}:// URL has an escape (%..) that is no UTF-8") from None
         except ValueError:
@@ -271,3 +271,9 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is more than any tier holds")
     # Whole numbers are computed as such: a float would round beyond 2**53.
     return int(number) * base ** " kmgtp".index(letter.lower() or " ") if number.isdigit() else int(scaled)
+
+
+def pairs_of(query: str) -> list[tuple[str, str]]:
+    """Percent-decoded: a plus is a plus, as in base64, and no space as in an HTML form. Errors: ``ValueError``."""
+    plain = query.replace("+", "%2B")
+    return parse_qsl(plain, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []

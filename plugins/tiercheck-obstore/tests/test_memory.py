@@ -54,6 +54,17 @@ class TokenMemoryDriver(TokenDriver, MemoryDriver):
     """Each put has a token of its own in the object's metadata, as on Google's store."""
 
 
+async def test_who_opens_to_read_writes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_driver(f"obstore+memory://{name}") as writing:
+        await writing.put("a", [b"content"])
+    for call in ("put_async", "delete_async"):
+        monkeypatch.setattr(obstore, call, lambda *_, **__: pytest.fail("writes"))
+    driver = make_driver(f"obstore+memory://{name}")
+    await driver.open_to_read()
+    assert bytes(await driver.get("a")) == b"content"
+    await driver.close()
+
+
 @pytest.fixture
 def name() -> Iterator[str]:
     name = secrets.token_hex(4)

@@ -52,6 +52,14 @@ def test_urls_that_are_refused(url: str, message: str) -> None:
         make_driver(url)
 
 
+def test_an_upload_has_no_more_parts_than_stores_take() -> None:
+    driver = make_driver("gs://bucket/run?part=5MiB")
+    assert isinstance(driver, GcsDriver)
+    assert [driver._part_bytes(nbytes) for nbytes in (1, 10_000 * (5 << 20))] == [5 << 20] * 2
+    nbytes = 10_000 * (5 << 20) + 1
+    assert -(-nbytes // driver._part_bytes(nbytes)) <= 10_000
+
+
 def test_parts_are_copies_of_the_payload() -> None:
     chance = random.Random(5)
     content = chance.randbytes(1000)
@@ -87,6 +95,7 @@ def test_no_view_of_the_payload_is_left() -> None:
         (foreign.GenericError("Server returned non-2xx status code: 503 Service Unavailable"), errors.Transient),
         (foreign.GenericError("error sending request for url (http://h/x)"), errors.Transient),
         (foreign.GenericError("the code is SignatureDoesNotMatch"), errors.Unauthorized),
+        (foreign.GenericError("error sending request for url (http://exp-401/credentials/x)"), errors.Transient),
         (foreign.GenericError("something else"), errors.TierError),
     ],
 )

@@ -36,6 +36,8 @@ class TestURL:
         assert (url.scheme, url.location) == ("s3", "bucket/a prefix")
         assert url.options == {"endpoint_url": "http://host:1/x", "flag": ""}
         assert TierURL.parse("nvme:///mnt/ssd/run").location == "/mnt/ssd/run"
+        plus = TierURL.parse("nvme:///mnt/a+b%2Bc?mount=/mnt/a+b%2Bc&x=%20")
+        assert (plus.location, plus.options) == ("/mnt/a+b+c", {"mount": "/mnt/a+b+c", "x": " "})
         assert TierURL.parse("memory://") == TierURL("memory", "")
 
     def test_text_parses_to_the_same(self) -> None:
@@ -209,6 +211,14 @@ class TestRegistry:
         install(site, "acme-cloud", "cloud = acme_cloud:make [aws]", "import a_module_nobody_has")
         with pytest.raises(ConfigurationError, match=r"a_module_nobody_has.*pip install 'acme-cloud\[aws\]'"):
             make_driver("cloud://x")
+
+    def test_what_a_package_raises_when_it_is_imported_or_makes_a_driver_names_it(self, site: Path) -> None:
+        install(site, "acme-half", "half = acme_half:make", "raise ValueError('numpy.dtype size changed')")
+        with pytest.raises(ConfigurationError, match=r"half:// cannot be loaded.*acme-half.*ValueError: numpy\.dtype"):
+            make_driver("half://x")
+        install(site, "acme-made", "made = acme_made:make", "def make(url):\n    raise KeyError('region')\n")
+        with pytest.raises(ConfigurationError, match=r"acme-made.* could not make a driver for made://x: KeyError"):
+            make_driver("made://x")
 
     def test_an_entry_point_to_nothing(self, site: Path) -> None:
         install(site, "acme-void", "void = acme_void:make", "pass")

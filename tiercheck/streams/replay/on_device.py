@@ -116,7 +116,7 @@ def device_replay_for(
 def certified(
     optimizer: ReplayableOptimizer[Any], setting: Setting, memory: DeviceMemory | None = None
 ) -> Choice | str:
-    """The candidate that has the optimizer's bits, or why there is none; either is found once, and the log says which."""
+    """The candidate that has the optimizer's bits, or why there is none. Either is found once, and the log says it."""
     here = memory or CudaMemory()
 
     def on_device(candidate: Candidate, powers: Powers) -> list[Outcome]:

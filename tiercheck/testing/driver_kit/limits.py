@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -27,6 +28,22 @@ BLOCK = bytes(range(256)) * 4096
 
 class LimitTests(TierKit):
     """What only objects show that are larger than the driver's parts, or than the tier."""
+
+    async def test_readers_see_whole_objects_of_several_parts_while_one_writes(self, driver: TierDriver) -> None:
+        """Such an object is often put by other means than a small one, and read by several requests."""
+        nbytes = 2 * min(driver.capabilities.part_bytes, PART_BYTES_TRIED_MAX) + 1
+        contents = [bytes([n]) * nbytes for n in range(3)]
+        await driver.put("a", [contents[0]])
+        into = memoryview(bytearray(nbytes))
+        async with await self.second_client(driver) as second:
+            for content in contents[1:]:
+                writing = asyncio.create_task(driver.put("a", [content]))
+                while not writing.done():
+                    found = await second.get("a", into=into)
+                    assert not difference(found, bytes([found[0]]) * nbytes)
+                    await asyncio.sleep(0)  # a driver that never waits would not let the writer go on
+                await writing
+            assert not difference(await second.get("a", into=into), contents[-1])
 
     @pytest.mark.certifies("ranged_get")
     async def test_ranges_across_the_boundaries_of_parts(self, driver: TierDriver) -> None:

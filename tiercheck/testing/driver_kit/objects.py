@@ -367,6 +367,17 @@ class ObjectTests(TierKit):
         await driver.put("a/b", [b"a key where others lay below"])
         assert await self.keys(driver) == ["a/b"]
 
+    async def test_who_opens_it_to_read_finds_what_is_there(self, driver: TierDriver) -> None:
+        await driver.put("a/b", [b"content"])
+        reader = await self.second_client(driver)
+        await reader.open_to_read()
+        try:
+            assert await self.content(reader, "a/b") == b"content"
+            assert await self.keys(reader) == ["a/b"]
+            assert (await reader.stat("a/b")).nbytes == 7
+        finally:
+            await reader.close()
+
     async def test_usage_grows_and_shrinks(self, driver: TierDriver) -> None:
         nbytes = 1 << 20
         before = (await driver.usage()).used_bytes

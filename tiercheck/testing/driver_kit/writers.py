@@ -202,6 +202,15 @@ class WriterTests(TierKit):
                 assert await second.stat(key) == winner
                 assert [item async for item in second.list(key)] == [self.as_listed(second, winner)]
 
+    async def test_two_clients_may_delete_the_same_objects(self, driver: TierDriver) -> None:
+        keys = [f"d/{n}" for n in range(20)]
+        async with await self.second_client(driver) as second:
+            for _ in range(self.races):
+                for key in keys:
+                    await driver.put(key, [b"x"])
+                await asyncio.gather(driver.delete(keys), second.delete(reversed(keys)))
+                assert await self.keys(driver) == []
+
     async def test_readers_see_whole_objects_or_none_while_they_are_deleted(self, driver: TierDriver) -> None:
         content = bytes(range(256)) * 1024
         async with await self.second_client(driver) as second:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from tiercheck.errors import ConfigurationError, NothingListens, TierError, Transient
+from tiercheck.errors import Closed, ConfigurationError, NothingListens, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
 from tiercheck.tiers.wrappers.faults import faults_as_errors
@@ -133,6 +133,8 @@ class LazyOpenDriver(WrappingDriver):
             raise Transient("the store has not answered yet" + (f": {trouble}" if trouble else ""), tier=self.url)
         if self._opening is opening:
             self._opening = None
+        if opening.cancelled():
+            raise Closed("the driver was closed while it opened", tier=self.url)
         try:
             opening.result()
         except TierError as error:

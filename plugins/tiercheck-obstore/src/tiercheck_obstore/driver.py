@@ -35,6 +35,8 @@ CONTROL = ".tiercheck/"
 """Where the driver tries conditions; nobody else's keys lie there, and no listing shows it."""
 CONDITIONAL_BYTES_MAX = 256 << 20
 """A conditional put is one request, whose content lies in memory."""
+PARTS_MAX = 10_000
+"""Of one upload: as S3 and GCS have it. Azure takes 50,000."""
 ATTEMPTS = 8
 LIST_PAGE = 1000
 _ETAG = re.compile(r'[^"*\s]+\Z')
@@ -171,6 +173,18 @@ class ObstoreDriver(TierDriver):
             self._store = None
             raise
 
+    async def open_to_read(self) -> None:
+        """Nothing is written, so that read-only credentials do; whether conditions hold is not tried."""
+        if self._store is not None:
+            raise RuntimeError(f"{self._url} is open already")
+        with mapped_errors(self._url):
+            self._store = self.connect()
+        try:
+            await self._call(self._probe_access())
+        except BaseException:
+            self._store = None
+            raise
+
     async def close(self) -> None:
         self._store = None
 
@@ -267,7 +281,7 @@ class ObstoreDriver(TierDriver):
         abandoned = False
 
         async def parts() -> AsyncIterator[bytes]:
-            for part in parts_of(views, self._settings.part_bytes):
+            for part in parts_of(views, self._part_bytes(sum(view.nbytes for view in views))):
                 if abandoned:
                     raise _Abandoned
                 yield part
@@ -278,7 +292,7 @@ class ObstoreDriver(TierDriver):
             parts(),
             attributes=attributes,
             use_multipart=True,
-            chunk_size=self._settings.part_bytes,
+            chunk_size=self._part_bytes(sum(view.nbytes for view in views)),
             max_concurrency=self._settings.parts_in_flight,
         )
         running = asyncio.ensure_future(upload)
@@ -289,6 +303,10 @@ class ObstoreDriver(TierDriver):
             abandoned = True
             await _over(running)
             raise
+
+    def _part_bytes(self, nbytes: int) -> int:
+        """Of an upload: larger ones if the store does not take so many."""
+        return max(self._settings.part_bytes, -(-nbytes // PARTS_MAX))
 
     async def _uncut(self, work: Coroutine[Any, Any, T], key: str) -> T:
         """``work``, which is over when this returns, even by cancellation."""
@@ -389,12 +407,16 @@ class ObstoreDriver(TierDriver):
     async def _try_conditions(self) -> tuple[bool, str]:
         """Whether the store honours CREATE and UPDATE, and what was seen; tried on an object of the driver's own."""
         key = f"{CONTROL}probe-{secrets.token_hex(8)}"
+        await self._call(obstore.put_async(self.store, key, b"0", use_multipart=False))
         try:
-            await self._call(obstore.put_async(self.store, key, b"0", use_multipart=False))
-            return await self._conditions_hold(key)
-        finally:
-            with contextlib.suppress(errors.NotFound):
+            found = await self._conditions_hold(key)
+        except errors.TierError:
+            with contextlib.suppress(errors.TierError):  # what has failed says more
                 await self._call(obstore.delete_async(self.store, key), key)
+            raise
+        with contextlib.suppress(errors.NotFound):
+            await self._call(obstore.delete_async(self.store, key), key)
+        return found
 
     async def _conditions_hold(self, key: str) -> tuple[bool, str]:
         try:

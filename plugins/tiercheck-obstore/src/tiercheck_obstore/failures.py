@@ -30,6 +30,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (?:bucket|container) does not exist", re.IGNORECASE)
+_URL = re.compile(r"https?://[^\s\"')]+")
 _QUERY = re.compile(r"(https?://[^\s?\"')]+)\?[^\s\"')]*")
 
 
@@ -50,7 +51,7 @@ def mapped_errors(tier: str, key: str | None = None) -> Iterator[None]:
 
 
 def meaning(error: Exception) -> type[errors.TierError]:
-    text = str(error)
+    text = _URL.sub("", str(error))  # an account may be called "credentials", or have 401 in its name
     for kinds, mapped in _MEANINGS:
         if isinstance(error, kinds):
             return mapped

@@ -103,6 +103,17 @@ async def test_an_attempt_that_is_under_way_ends_with_the_driver(brisk: None) ->
         await slow.usage()
 
 
+async def test_who_waits_for_an_attempt_while_the_driver_is_closed_is_told_so(brisk: None) -> None:
+    slow = Slow()
+    driver = LazyOpenDriver(slow)
+    await driver.open()
+    waiting = asyncio.ensure_future(driver.usage())
+    await asyncio.sleep(0)
+    await driver.close()
+    with pytest.raises(Closed, match="was closed while it opened"):
+        await waiting
+
+
 async def test_what_no_patience_mends_is_said_at_once(brisk: None) -> None:
     slow = Slow()
     slow.error = ConfigurationError("no such region")
