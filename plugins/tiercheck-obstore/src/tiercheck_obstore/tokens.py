@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 import obstore
 
 from tiercheck.errors import PreconditionFailed
-from tiercheck.types import ObjectInfo
-from tiercheck_obstore.driver import ObstoreDriver, Settings
+from tiercheck.types import Capabilities, ObjectInfo
+from tiercheck_obstore.driver import ObstoreDriver
 from tiercheck_obstore.failures import mapped_errors
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class TokenDriver(MarkingDriver):
     equal.
     """
 
-    def __init__(self, url: str, settings: Settings) -> None:
-        super().__init__(url, settings)
-        self._capabilities = replace(self._capabilities, lists_etags=False)
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, lists_etags=False)
 
     def info_of_put(self, key: str, nbytes: int, etag: str, attributes: Attributes | None) -> ObjectInfo:
         assert attributes is not None
