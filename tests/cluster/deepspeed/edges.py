@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,6 +378,12 @@ def refused_setups() -> Iterable[str]:
     yield from raises(UnsupportedSetup, "builtins.object", lambda: supported(engine))
     engine.optimizer.optimizer = inner
     supported(engine)
+    hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError):
+        iterate(engine)
+    hook.remove()
+    yield from raises(UnsupportedSetup, "was broken off by what was raised in it", lambda: supported(engine))
+    engine._running_engine_step = False
     engine.destroy()
     engine.optimizer = nn.Identity()
     yield from raises(UnsupportedSetup, "Identity", lambda: supported(engine))

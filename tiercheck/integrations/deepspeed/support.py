@@ -35,6 +35,11 @@ def refuse_unsupported(engine: Any) -> None:
         )
     if engine.optimizer is None:
         raise UnsupportedSetup(f"the engine has no optimizer; supported: {SUPPORTED}")
+    if engine._force_grad_boundary if isinstance(engine, PipelineEngine) else engine._running_engine_step:
+        raise UnsupportedSetup(
+            "a step of this engine was broken off by what was raised in it, and DeepSpeed does not tell how far it had "
+            "come: start the process anew, which goes on from the newest version, or build a new engine"
+        )
     found = [what for what, present in _conditions(engine) if present()]
     if found:
         raise UnsupportedSetup(

@@ -246,7 +246,7 @@ class _Hooks:
         self._modules = frozenset(model.modules())
         called = frozenset(called_modules(model))
         self._forward_hooks = self._before_calls_of(called, self._before_forward)
-        self._part_hooks = self._before_calls_of(self._modules - called, self._before_part)
+        self._part_hooks = self._before_calls_of(self._modules - called - compiled_parts(model), self._before_part)
         """A loop may call the model's parts, or a method of it that does. If it calls the model itself, they are
         removed: each call of a module takes longer with a hook."""
 
@@ -411,6 +411,12 @@ class _Hooks:
 def remove(hooks: list[RemovableHandle]) -> None:
     while hooks:
         hooks.pop().remove()
+
+
+def compiled_parts(model: torch.nn.Module) -> frozenset[torch.nn.Module]:
+    """What is within a module that ``torch.compile`` has made: a hook there would break its graph."""
+    made = (each for each in model.modules() if hasattr(each, "_orig_mod"))
+    return frozenset(part for each in made for part in each.modules() if part is not each)
 
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

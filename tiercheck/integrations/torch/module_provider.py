@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.logical import LogicalIndex
@@ -274,6 +275,10 @@ class ModuleProvider:
             set_options(group, options)
 
     def _refuse_what_cannot_be_saved(self) -> None:
+        if lazy := [name for name, each in self._model.named_parameters() if is_lazy(each)]:
+            raise UnsupportedSetup(
+                f"{lazy[0]} has no shape yet (a lazy module): run the model once, and then make the optimizer and attach"
+            )
         updated = set(self._parameter_ids)
         others = [
             name

@@ -394,6 +394,14 @@ def test_a_parameter_that_was_replaced_is_named() -> None:
         checkpointer.abort()
 
 
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    training = Training()
+    training.model = torch.nn.Sequential(torch.nn.LazyLinear(4))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedSetup, match=r"0\.weight has no shape yet .*run the model once"):
+        training.attach(Hierarchy.of(memory()))
+
+
 def test_a_scripted_module_is_refused() -> None:
     training = Training()
     training.model = torch.jit.script(training.model)

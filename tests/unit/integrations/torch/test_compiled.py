@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,20 @@ def test_a_copy_of_the_model_begins_no_iteration() -> None:
         optimizer.step()
         teacher(torch.ones(2, 4))
         checkpointer.abort()
+
+
+def test_a_validation_before_the_first_iteration_is_one_graph_too() -> None:
+    """Of a compiled model no part has a hook that its graph would hold."""
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)])
+    wrapped: Any = torch.compile(model, backend="eager", fullgraph=True)
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    checkpointer = attach(wrapped, optimizer, Hierarchy.of(memory()))
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(torch.ones(3, 4))
+    wrapped.train()
+    wrapped(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    wrapped(torch.ones(3, 4))
+    assert checkpointer.version == 1
+    checkpointer.abort()
