@@ -277,7 +277,7 @@ class ModuleProvider:
     def _refuse_what_cannot_be_saved(self) -> None:
         if lazy := [name for name, each in self._model.named_parameters() if is_lazy(each)]:
             raise UnsupportedSetup(
-                f"{lazy[0]} has no shape yet (a lazy module): run the model once, and then make the optimizer and attach"
+                f"{lazy[0]} has no shape yet (a lazy module): run the model once, and then make the optimizer"
             )
         updated = set(self._parameter_ids)
         others = [
