@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from tiercheck.demo.nodes import Nodes, remove_orphans
 from tiercheck.demo.settings import RANKS
 from tiercheck.errors import ConfigurationError
 
 __all__ = ["Workspace"]
+
+log = logging.getLogger(__name__)
 
 MARKER = ".tiercheck-demo"
 
@@ -25,6 +29,8 @@ class Workspace:
         self.output = output.absolute()
         self.keep = keep
         self.nodes = Nodes(ranks)
+        self._marker: IO[str]
+        """Locked while the demo runs."""
 
     @property
     def durable(self) -> Path:
@@ -56,7 +62,7 @@ class Workspace:
                 raise ConfigurationError(
                     f"{self.output} is not empty and no earlier demo's output; choose another folder with --output"
                 )
-            (self.output / MARKER).touch()
+            self._hold()
             for folder in (self.uninterrupted, self.interrupted, self.durable):
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -67,9 +73,23 @@ class Workspace:
         remove_orphans()
         return self
 
+    def _hold(self) -> None:
+        """Errors: ``ConfigurationError`` if another demo has its things there."""
+        self._marker = (self.output / MARKER).open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._marker.close()
+            raise ConfigurationError(
+                f"another demo runs in {self.output}; choose another folder with --output"
+            ) from None
+        except OSError as error:  # a file system without locks
+            log.debug("%s is not locked: %s", self.output, error)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.nodes.close()
         if not self.keep and self.durable.exists():
             shutil.rmtree(self.durable)
+        self._marker.close()

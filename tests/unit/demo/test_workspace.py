@@ -64,6 +64,8 @@ async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(folder: Path) 
     assert not any(nodes.name in name for name in names())
     assert not workspace.durable.exists()
     with Workspace(folder / "out", keep=True) as workspace:
+        with pytest.raises(ConfigurationError, match=r"another demo runs in .*--output"):
+            Workspace(folder / "out", keep=False).__enter__()
         await fill(workspace, 10)
     assert workspace.durable.exists(), "--keep"
     with Workspace(folder / "out", keep=True) as workspace:

@@ -36,7 +36,7 @@ def check(past: Past) -> None:
         raise RecoveryError(
             f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
             f"in every tier ({past.places}): see first whether it is whole there and damaged on the way. Bring back a "
-            f"tier that holds it{older if past.branches else ''}"
+            f"tier that holds it (a copy that was broken off: copy again){older if past.branches else ''}"
         )
     check_strangers(past)
     check_places(past)
