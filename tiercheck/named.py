@@ -35,7 +35,11 @@ def parse_text(text: str) -> tuple[str, dict[str, str]]:
         raise ConfigurationError(f"{shown(text)} must look like NAME or NAME?option=value&option=value")
     try:
         pairs = parse_qsl(
-            query, keep_blank_values=True, strict_parsing=bool(query), errors="strict", max_num_fields=OPTIONS_MAX
+            query.replace("+", "%2B"),
+            keep_blank_values=True,
+            strict_parsing=bool(query),
+            errors="strict",
+            max_num_fields=OPTIONS_MAX,
         )
     except ValueError:
         raise ConfigurationError(f"the options in {shown(text)} must look like option=value&option=value") from None

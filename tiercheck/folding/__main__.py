@@ -43,12 +43,18 @@ def main(text: str) -> int:
     allow_many_descriptors()
     ends_first_without_memory()  # its end costs the work, and a trainer's end costs the run
     end_with(launch.owner)
-    if launch.is_waited_for:
-        with suppress(NotExact):  # it is told to whoever asks for a fold
-            folding()
-    launch.settings.stand_back()  # threads started later inherit this
-    asyncio.run(live(launch))
+    importing = threading.Thread(target=import_folding, name="import", daemon=True) if launch.is_waited_for else None
+    if importing is not None:
+        importing.start()
+    else:
+        launch.settings.stand_back()  # threads started later inherit this
+    asyncio.run(live(launch, importing))
     return 0
+
+
+def import_folding() -> None:
+    with suppress(NotExact):  # it is told to whoever asks for a fold
+        folding()
 
 
 def end_with(owner: int) -> None:
@@ -69,9 +75,16 @@ def end_with(owner: int) -> None:
     threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
-async def live(launch: Launch) -> None:
+async def live(launch: Launch, importing: threading.Thread | None) -> None:
+    """``importing``: imports what replays. Until then nothing stands back, and no work begins."""
+
+    def stand_back() -> None:
+        if importing is not None:
+            importing.join()
+            launch.settings.stand_back()
+
     channel = await SocketChannel.over(socket.socket(fileno=launch.descriptor))
-    executor = ThreadPoolExecutor(launch.settings.threads, thread_name_prefix="fold")
+    executor = ThreadPoolExecutor(launch.settings.threads, thread_name_prefix="fold", initializer=stand_back)
     try:
         await FoldServer(channel, partial(folds_at, executor), launch.settings.threads).serve()
     finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -23,10 +26,11 @@ __all__ = [
 
 SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's learning-rate schedulers leave at the ``step`` of their optimizer."""
-DEPTH_MAX = 5
-"""So deep in what was passed a scheduler may lie, such as one of several that take turns."""
-ELEMENTS_MAX = 1000
-"""What has more is data, and no schedulers."""
+CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor)
+"""What does not hold a scheduler, though names lead on from there to everything."""
+CONTAINERS = (dict, list, tuple, set, frozenset)
+ELEMENTS_MAX, LOOKED_AT_MAX = 1000, 100_000
+"""What has more elements is data; of so many objects a scheduler may be one."""
 FORGOTTEN = (
     "is not attached, so that it would begin anew after a failure: make it before attach, and pass it as scheduler= "
     "(under DeepSpeed, after_step=) or, if another object saves it, that"
@@ -51,34 +55,36 @@ def refuse_schedulers_held_elsewhere(optimizers: Sequence[Any], scheduler: Any, 
     """``ReduceLROnPlateau`` leaves nothing at the optimizer's ``step``, and a second scheduler nothing more than the
     first. So this looks for all there are, by who holds the optimizer: called in a job's first step, since that looks
     through all objects. Errors: ``UnsupportedSetup`` for one that was not passed."""
-    found = [
-        each
-        for each in holders(optimizers)
-        if issubclass(type(each), LRScheduler) and any(vars(each).get("optimizer") is one for one in optimizers)
-    ]
-    if not found:
+    known = [scheduler, *beside.given()]
+    if _forgotten_of(optimizers, known) is None:
         return
-    known = _reached_from([scheduler, *beside.given()])
-    for each in found:
-        if id(each) not in known:
-            raise UnsupportedSetup(f"a {type(each).__name__} was made for the optimizer and {FORGOTTEN}")
+    gc.collect()  # one that a script has made and dropped may lie in a cycle
+    if (forgotten := _forgotten_of(optimizers, known)) is not None:
+        raise UnsupportedSetup(f"a {forgotten} was made for the optimizer and {FORGOTTEN}")
 
 
-def _reached_from(given: Iterable[Any]) -> frozenset[int]:
-    """The ids of these, of their attributes and elements, and of theirs."""
-    reached: dict[int, Any] = {}
-    level = list(given)
-    for _ in range(DEPTH_MAX):
-        level = [each for each in level if id(each) not in reached]
-        reached |= {id(each): each for each in level}
-        level = [part for each in level for part in (*_parts(each), *_elements(each))]
-    return frozenset(reached)
+def _forgotten_of(optimizers: Sequence[Any], known: Sequence[Any]) -> str | None:
+    """The class of a scheduler that holds one of the optimizers, and that nothing known leads to."""
+    schedulers = (each for each in holders(optimizers) if issubclass(type(each), LRScheduler))
+    made = (each for each in schedulers if any(vars(each).get("optimizer") is one for one in optimizers))
+    return next((type(each).__name__ for each in made if not _leads_to(each, known)), None)
 
 
-def _elements(holder: Any) -> Iterable[Any]:
-    if type(holder) not in (dict, list, tuple, set, frozenset) or len(holder) > ELEMENTS_MAX:
-        return ()
-    return holder.values() if type(holder) is dict else holder
+def _leads_to(wanted: object, known: Sequence[Any]) -> bool:
+    """Whether it is one of these, or of what they refer to: attributes and elements. If that is too much to be looked
+    through, it may be."""
+    seen: dict[int, Any] = {}
+    left = deque(known)
+    while left:
+        each = left.popleft()
+        if each is wanted or len(seen) > LOOKED_AT_MAX:
+            return True
+        if id(each) in seen or issubclass(type(each), CODE):
+            continue
+        seen[id(each)] = each
+        if not issubclass(type(each), CONTAINERS) or len(each) <= ELEMENTS_MAX:
+            left.extend(gc.get_referents(each))
+    return False
 
 
 def scheduled_wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:

@@ -31,7 +31,16 @@ from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.stage import PipelineStage
 
-__all__ = ["Arguments", "Hooks", "Replicating", "StepHooks", "attach_hooks", "attached", "uncompiled"]
+__all__ = [
+    "Arguments",
+    "Hooks",
+    "Replicating",
+    "StepHooks",
+    "attach_hooks",
+    "attached",
+    "uncompiled",
+    "unless_compiled",
+]
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +131,18 @@ def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
     model, and Dynamo, which would compile it, fails at it. The first optimizer has imported what this takes. In a copy
     of what it is registered on it does nothing."""
     return _HereAlone(torch.compiler.disable(hook, reason=OUTSIDE))  # type: ignore[no-untyped-call]
+
+
+def unless_compiled(hook: Callable[..., Any]) -> Callable[..., None]:
+    """The hook, which is left out of what ``torch.compile`` makes a graph of: none breaks there. So is what it does: it
+    suits parts of a module that was compiled as a whole, whose own hook comes before."""
+    outside = torch.compiler.disable(hook, reason=OUTSIDE)  # type: ignore[no-untyped-call]
+
+    def unless(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            outside(*args)
+
+    return _HereAlone(unless)
 
 
 class _HereAlone:

@@ -100,6 +100,8 @@ class Bases:
         """How many bases were left to the mover since one was compared with that."""
         self._gap = -1
         """The newest version that no record leads to."""
+        self._waited_in_vain = False
+        """What folds was not ready when it was waited for: until it is, that is done no more."""
 
     @property
     def folds(self) -> bool:
@@ -328,12 +330,15 @@ class Bases:
         training goes on (``on_save_error``), training must not wait for the deadline at every iteration. ``due``:
         leave these to the mover."""
         began, patiently = self._scheduler.time(), bool(due) and self._config.bases == "fold"
+        patiently = patiently and not (self._waited_in_vain and self._mover.status.prepares_folding)
         try:
             with asking(self._modes.room, self._config.deadline_s) as deadline_s:
                 call, what = self._mover.room_for_base(deadline_s, due, patiently=patiently), f"room for base {version}"
                 await ask_mover(self._scheduler, self._mover, call, what, self._config.deadline_s)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
+        if patiently and self._mover.status.prepares_folding:
+            self._waited_in_vain = True
 
     async def _arrived(self, base: BaseInFlight) -> bool:
         """Whether the base is in the first tier, once it is there or given up."""

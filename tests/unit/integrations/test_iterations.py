@@ -4,6 +4,7 @@ says that it may not be."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -329,9 +330,15 @@ def test_a_scheduler_that_leaves_no_trace_at_the_optimizer_is_not_forgotten_eith
     loop = Training()
     first, second = torchs.StepLR(loop.optimizer, 2), torchs.ReduceLROnPlateau(loop.optimizer)
 
+    class Slots:
+        __slots__ = ("step",)
+
+        def __init__(self, step: Any) -> None:
+            self.step = step
+
     class Both:
         def __init__(self) -> None:
-            self.first, self.others = first, {"each": [second]}
+            self.first, self.others = first, OrderedDict(each=[Slots(second.step)])
 
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -340,6 +347,38 @@ def test_a_scheduler_that_leaves_no_trace_at_the_optimizer_is_not_forgotten_eith
             pass
 
     loop.attach(Hierarchy.of(memory()), after_step={"both": Both()})
+    loop.step(1)
+
+
+def test_a_scheduler_that_was_dropped_is_none() -> None:
+    """A range test of learning rates has made it: it lies in a cycle until the garbage collector comes."""
+    loop = Training()
+
+    class Finder:
+        def __init__(self) -> None:
+            self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
+            self.itself = self
+
+    Finder()
+    loop.attach(Hierarchy.of(memory()))
+    loop.step(1)
+
+
+def test_large_data_that_was_passed_is_not_looked_through() -> None:
+    loop = Training()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
+
+    class Data:
+        def __init__(self) -> None:
+            self.samples = [[[0] * 3 for _ in range(900)] for _ in range(900)]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    loop.attach(Hierarchy.of(memory()), stateful={"data": Data()}, after_step={"it": scheduler})
     loop.step(1)
 
 

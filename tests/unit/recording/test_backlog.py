@@ -33,7 +33,7 @@ from tiercheck.recording.waits import Wait
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
 from tiercheck.replication.handle import MoverStatus
-from tiercheck.replication.mover import MoverHandle
+from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.machine import Machine
 from tiercheck.runtime.runtime import TaskScheduler
 from tiercheck.tiers.memory import MemoryDriver
@@ -91,9 +91,22 @@ def test_training_waits_for_what_folds_before_memory_holds_more_than_usual(
 
 @pytest.mark.parametrize("due", [USUAL + 1, 100])
 def test_what_is_not_ready_within_half_of_the_deadline_is_not_waited_for(
-    due: int, tmp_path: Path, ready: threading.Event, caplog: pytest.LogCaptureFixture
+    due: int,
+    tmp_path: Path,
+    ready: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether training meets it when a base is due, or when memory holds the usual number of differentials."""
+    """Whether training meets it when a base is due, or when memory holds the usual number of differentials. It waits
+    once, and not at each base."""
+    waits: list[bool] = []
+    room_for_base = Mover.room_for_base
+
+    async def asked(self: Mover, *arguments: Any, patiently: bool = False) -> None:
+        waits.append(patiently)
+        await room_for_base(self, *arguments, patiently=patiently)
+
+    monkeypatch.setattr(Mover, "room_for_base", asked)
     training = Training()
     checkpointer = attached(training, tmp_path, "fold", base_every=due)
     while checkpointer.stats.mover.not_folded != PREPARING:
@@ -109,6 +122,7 @@ def test_what_is_not_ready_within_half_of_the_deadline_is_not_waited_for(
         training.step(version)
     assert "what folds is not ready after" in caplog.text or f"base {due} is captured, and not folded" in caplog.text
     assert checkpointer.stats.bases > 1
+    assert sum(waits) == (due < LAST)
     ready.set()
     checkpointer.close()
     again = Training()

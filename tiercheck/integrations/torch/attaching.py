@@ -39,7 +39,7 @@ from tiercheck.integrations.forgotten import (
     refuse_schedulers_held_elsewhere,
     scheduled_wrappers,
 )
-from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled
+from tiercheck.integrations.hooks import Arguments, StepHooks, attach_hooks, uncompiled, unless_compiled
 from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.repeatability import Repeatability
 from tiercheck.integrations.replicas import Alike
@@ -246,7 +246,7 @@ class _Hooks:
         self._modules = frozenset(model.modules())
         called = frozenset(called_modules(model))
         self._forward_hooks = self._before_calls_of(called, self._before_forward)
-        self._part_hooks = self._before_calls_of(self._modules - called - compiled_parts(model), self._before_part)
+        self._part_hooks = self._before_calls_of(self._modules - called, self._before_part)
         """A loop may call the model's parts, or a method of it that does. If it calls the model itself, they are
         removed: each call of a module takes longer with a hook."""
 
@@ -375,8 +375,11 @@ class _Hooks:
                 f"{type(scripted).__name__} is made by torch.jit, which takes no hooks: attach the module that it was "
                 "made of, or compile it by torch.compile"
             )
-        outside = uncompiled(hook)
-        return [each.register_forward_pre_hook(outside, prepend=self.provider.gathers) for each in modules]
+        outside, beside, compiled = uncompiled(hook), unless_compiled(hook), compiled_parts(self._model)
+        return [
+            each.register_forward_pre_hook(beside if each in compiled else outside, prepend=self.provider.gathers)
+            for each in modules
+        ]
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if model not in self._modules:
@@ -414,7 +417,8 @@ def remove(hooks: list[RemovableHandle]) -> None:
 
 
 def compiled_parts(model: torch.nn.Module) -> frozenset[torch.nn.Module]:
-    """What is within a module that ``torch.compile`` has made: a hook there would break its graph."""
+    """What is within a module that ``torch.compile`` has made: a hook there would break its graph, which the wrapper's
+    own hook stands before."""
     made = (each for each in model.modules() if hasattr(each, "_orig_mod"))
     return frozenset(part for each in made for part in each.modules() if part is not each)
 

@@ -221,6 +221,7 @@ class _Buckets:
         gradients = {name: each.grad for name, each in parameters.items()}
         model = ddp.module
         generators = random_state()
+        known = any(each is not None for each in gradients.values())  # which the loop kept; older versions do not tell
         for each in parameters.values():
             each.grad = None
         try:
@@ -232,7 +233,7 @@ class _Buckets:
             ddp.module = model
             restore_random_state(generators)  # a hook may have drawn
             for name, each in parameters.items():
-                if not self.kept:
+                if not self.kept or (known and gradients[name] is None):
                     each.grad = gradients[name]
                 elif each.grad is not None:
                     each.grad.zero_()  # a hook may have made something else of zeros

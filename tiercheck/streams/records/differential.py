@@ -316,8 +316,10 @@ class DifferentialCapture(IterationCapture):
             tensor_in(memory, spec.dtype, spec.shape, what=name).copy_(buffers[name])
         for name, each in objects.items():
             self._writer.add_object(name, each)
-        if self._on_device and self._on_device.is_pinned:
-            self._writer.fill()
+        if self._on_device:
+            if self._on_device.is_pinned:
+                self._writer.fill()
+            self._on_device.close()  # only now: buffers lie in host memory that the next record borrows
         nbytes = self._writer.finish(
             ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
@@ -342,7 +344,6 @@ class DifferentialCapture(IterationCapture):
         on_device.sent = frozenset()
         self._stream.forget_residuals(self._base)
         self._take(gradients)
-        on_device.close()
         return buffers
 
     def _record(self, skipped: bool) -> PackedObject:

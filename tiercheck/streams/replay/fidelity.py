@@ -108,6 +108,8 @@ def reached(
         fidelity = Fidelity.APPROXIMATE
         notes += doubted
     before, now = (asdict(replace(each.optimizer, stand_in=None)) for each in (saved, here))
+    if not before["threads"]:  # they do not matter, or an older release did not tell
+        now["threads"] = 0
     changed = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in before if before[name] != now[name])
     if tally.versions and changed:
         fidelity = Fidelity.APPROXIMATE

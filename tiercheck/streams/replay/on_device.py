@@ -109,7 +109,12 @@ def device_replay_for(
     found = certified(optimizer, setting)
     if isinstance(found, str):
         return None
-    return with_betas(optimizer, found, {beta for group in options for beta in optimizer.betas(group)}, setting.device)
+    betas = {beta for group in options for beta in optimizer.betas(group)}
+    try:
+        return with_betas(optimizer, found, betas, setting.device)
+    except ConfigurationError as error:  # a beta with too many powers
+        logger.info("steps of %s are replayed by calling it: %s", optimizer.kind, error)
+        return None
 
 
 @cache

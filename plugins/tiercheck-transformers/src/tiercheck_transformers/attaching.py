@@ -70,6 +70,11 @@ def attach(
     for name, why in REFUSED.items():
         if getattr(trainer.args, name):
             raise UnsupportedSetup(f"{name}={getattr(trainer.args, name)!r} among the training's arguments: {why}")
+    if trainer.args.world_size > 1 and not trainer.accelerator.use_seedable_sampler:
+        raise UnsupportedSetup(
+            "use_seedable_sampler=False with several processes: Accelerate draws the order of an epoch from a "
+            "generator of its own, which nobody saves"
+        )
     if trainer.args.n_gpu > 1:
         raise UnsupportedSetup(
             f"one process trains on {trainer.args.n_gpu} GPUs (DataParallel): start one for each GPU, by torchrun"
@@ -146,12 +151,16 @@ class Attached(TrainerCallback):
     def _run_epoch(self, run_epoch: Callable[..., None], **kwargs: Any) -> None:
         """``Trainer._run_epoch``: pass over what the restored version has behind it. If the Trainer begins later, with
         a checkpoint of its own, what lies between is trained first."""
-        progress, stops = self._progress, self._trainer.control
+        progress, trainer = self._progress, self._trainer
         if kwargs["epoch"] < progress.epoch:
             return
-        for epoch in range(progress.epoch if self._resumes else kwargs["epoch"], kwargs["epoch"] + 1):
-            if not stops.should_training_stop:
-                self._run(run_epoch, {**kwargs, "epoch": epoch})
+        first = progress.epoch if self._resumes else kwargs["epoch"]
+        for epoch in range(first, kwargs["epoch"] + 1):
+            if trainer.control.should_training_stop:
+                return
+            if epoch > first:  # the Trainer has told of the first one
+                trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+            self._run(run_epoch, {**kwargs, "epoch": epoch})
 
     def _run(self, run_epoch: Callable[..., None], kwargs: dict[str, Any]) -> None:
         progress, trainer = self._progress, self._trainer

@@ -61,6 +61,11 @@ def without_breaks(model: Model) -> tuple[torch.nn.Module, Forward]:
     return wrapped, loss_of(wrapped)  # type: ignore[arg-type, return-value]
 
 
+def by_a_method_of_what_is_compiled(model: Model) -> tuple[torch.nn.Module, Forward]:
+    wrapped: Any = torch.compile(model, backend="eager")
+    return wrapped, wrapped.loss  # past the wrapper's own call
+
+
 def beside_what_is_attached(model: Model) -> tuple[torch.nn.Module, Forward]:
     return model, loss_of(compiled(model))
 
@@ -91,6 +96,7 @@ Way = Callable[[Model], tuple[torch.nn.Module, Forward]]
 WAYS: list[Way] = [
     as_attached,
     without_breaks,
+    by_a_method_of_what_is_compiled,
     beside_what_is_attached,
     in_place,
     parts_of_it,

@@ -161,7 +161,6 @@ def records(
             state.forward()
             assert not stream.trained_written()
             close = record.ended(skipped=False)
-            assert close is not None
             stream.mark_published()
             if version == base_after:
                 stream.mark_recorded()
@@ -295,6 +294,55 @@ def test_copies_may_wait_for_the_forward_pass(seed: int, kind: type[DeviceState]
     )
 
 
+class Grows(Values):
+    """Its host state is longer than a record has room for, when it is told so."""
+
+    nbytes = 0
+
+    def host_state(self) -> dict[str, Any]:
+        return {**super().host_state(), "more": bytes(self.nbytes)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_record_that_goes_on_in_longer_memory_keeps_its_own_buffers(seed: int) -> None:
+    """While that is waited for, training ends the next record, whose buffers come by the same memory of the host."""
+    device = Reordering(seed)
+    state = Grows(device, shapes=SHAPES)
+    stream = DifferentialStream(state, "exact", 1, device=device, gpu_staging_bytes=1)
+    training, backward = device.side("training"), device.side("backward")
+    records: list[tuple[Any, Callable[[], int]]] = []
+    with device.on(training):
+        stream.mark_stepped()
+        for version in (1, 2):
+            with device.on(backward):
+                gradients = state.backward()
+            training.wait(backward.record())
+            assert not stream.trained_written()
+            key = ShardKey.differential(1, version, version, 0)
+            record: Any = stream.begin(key, memoryview(bytearray(stream.nbytes_max)))
+            add(stream, record, gradients)
+            state.step()
+            stream.mark_stepped()
+            state.forward()
+            assert not stream.trained_written()
+            state.nbytes = 1 << 20 if version == 1 else 0
+            records.append((record, record.ended(skipped=False)))
+            stream.mark_published()
+            if version == 1:
+                with device.on(device.default), pytest.raises(CapacityExceeded, match="what is beside the gradients"):
+                    records[0][1]()
+    device.finish()
+    record, close = records[0]
+    with device.on(device.default):
+        record.move(memoryview(bytearray(max(record.nbytes_needed, stream.nbytes_unexpected))))
+        shard = container.parse(bytes(record.given[: close()]))
+    shard.verify()
+    (found,) = read_differentials(shard, tier="test")
+    assert found.buffers()["mean"].tolist() == [0.25] * 3
+    assert len(found.host_state["more"]) == 1 << 20
+    records[1][0].abandon()
+
+
 @pytest.mark.parametrize("opened_by", ["the forward pass", "training that waits"])
 def test_nothing_is_copied_before_the_forward_pass(opened_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "WAIT_S", 60.0)
@@ -310,7 +358,6 @@ def test_nothing_is_copied_before_the_forward_pass(opened_by: str, monkeypatch: 
         stream.mark_stepped()
         close = record.ended(skipped=False)
         stream.mark_published()
-    assert close is not None
     device.finish()  # as torch.cuda.synchronize() does
     with ThreadPoolExecutor(1) as threads:
         closing = threads.submit(close)
@@ -367,7 +414,6 @@ def test_what_is_sent_beside_the_gradients_leaves_copies_time_to_wait(monkeypatc
         close = record.ended(skipped=False)
         assert not sent, "nothing has departed"
         stream.mark_published()
-    assert close is not None
     close()
     assert sent == [True] * 3, "the gradients, their scale, and a buffer"
 
@@ -411,7 +457,6 @@ def test_a_write_past_torchs_counters_is_found_when_the_record_is_closed(seed: i
         record = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
         record.add(gradients)
         close = record.ended(skipped=False)
-        assert close is not None
     with pytest.raises(WrittenUnseen, match="two"):
         close()
     record.abandon()

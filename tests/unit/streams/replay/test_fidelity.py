@@ -37,11 +37,22 @@ def test_every_codec_is_called_what_it_declares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "said"), [({"threads": 2}, "threads 0 -> 2"), ({"memory_order": True}, "memory_order False -> True")]
+    ("before", "here", "said"),
+    [
+        ({"threads": 1}, {"threads": 2}, "threads 1 -> 2"),
+        ({"threads": 1}, {"threads": 0}, "threads 1 -> 0"),
+        ({}, {"memory_order": True}, "memory_order False -> True"),
+    ],
 )
-def test_steps_that_this_process_would_take_with_other_bits_are_approximate(here: dict[str, Any], said: str) -> None:
-    fidelity, (note,) = told(Tally.of([described("exact")]), **here)
+def test_steps_that_this_process_would_take_with_other_bits_are_approximate(
+    before: dict[str, Any], here: dict[str, Any], said: str
+) -> None:
+    identity = fresh().identity()
+    saved, now = (replace(identity, optimizer=replace(identity.optimizer, **each)) for each in (before, here))
+    fidelity, (note,) = reached(saved, now, Tally.of([described("exact")]))
     assert (fidelity, note.endswith(said)) == (Fidelity.APPROXIMATE, True)
+    of_an_older_release = told(Tally.of([described("exact")]), threads=2)
+    assert of_an_older_release == (Fidelity.EXACT, ()), "it does not say how many there were"
 
 
 def test_the_worst_counts_and_each_is_told() -> None:
