@@ -320,6 +320,21 @@ def test_what_a_hook_makes_of_the_stand_ins_zeros_is_nowhere_afterwards() -> Non
     assert all(each is not None and not each.any() for each in gradients)
 
 
+def test_a_parameter_that_had_no_gradient_has_none_after_the_stand_in() -> None:
+    """No iteration had used it: the optimizer leaves it out, and steps those whose gradient is zero."""
+    ddp = wrapped(gradient_as_bucket_view=True)
+    left = LeftOver()
+    ddp.register_comm_hook(left, one_scale)
+    order = BucketOrder(ddp)
+    order.note_states([left])
+    order.load_state_dict({"orders": [NAMES], "kept": [True]})
+    trained = {name: each for name, each in ddp.module.named_parameters() if each.requires_grad}
+    for name, each in trained.items():
+        each.grad = None if name == NAMES[0] else torch.zeros_like(each)
+    order.prime()
+    assert [name for name, each in trained.items() if each.grad is None] == [NAMES[0]]
+
+
 def test_a_hooks_state_that_fails_is_named() -> None:
     class Broken(LeftOver):
         def state_dict(self) -> dict[int, torch.Tensor]:
