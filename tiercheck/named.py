@@ -18,7 +18,7 @@ from tiercheck.entry_points import EntryPointGroup, distribution_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.types import shown
 
-__all__ = ["TEXT_CHARS_MAX", "NamedGroup", "format_text", "options_of", "parse_text"]
+__all__ = ["TEXT_CHARS_MAX", "NamedGroup", "format_text", "options_of", "parse_text", "query_pairs"]
 
 TEXT_CHARS_MAX = 1024
 OPTIONS_MAX = 32
@@ -34,19 +34,20 @@ def parse_text(text: str) -> tuple[str, dict[str, str]]:
     if not _NAME.match(name):
         raise ConfigurationError(f"{shown(text)} must look like NAME or NAME?option=value&option=value")
     try:
-        pairs = parse_qsl(
-            query.replace("+", "%2B"),
-            keep_blank_values=True,
-            strict_parsing=bool(query),
-            errors="strict",
-            max_num_fields=OPTIONS_MAX,
-        )
+        pairs = query_pairs(query, OPTIONS_MAX)
     except ValueError:
         raise ConfigurationError(f"the options in {shown(text)} must look like option=value&option=value") from None
     options = dict(pairs)
     if len(options) < len(pairs):
         raise ConfigurationError(f"{shown(text)} names an option twice")
     return name, options
+
+
+def query_pairs(query: str, most: int | None = None) -> list[tuple[str, str]]:
+    """The ``name=value`` in it, at most so many, percent-decoded: a plus is a plus, as in base64, and no space as in an
+    HTML form. Errors: ``ValueError``."""
+    plain = query.replace("+", "%2B")
+    return parse_qsl(plain, keep_blank_values=True, strict_parsing=bool(query), errors="strict", max_num_fields=most)
 
 
 def format_text(name: str, options: Mapping[str, str]) -> str:

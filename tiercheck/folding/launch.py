@@ -37,7 +37,7 @@ class Launch(Struct, frozen=True):
     """The process that it ends with."""
     settings: FoldSettings
     is_waited_for: bool = False
-    """Training waits until it is ready: it stands back only then."""
+    """Training waits for it at the start: it stands back only when it has imported what replays."""
 
 
 class SocketChannel:

@@ -384,8 +384,9 @@ def _is_enough(
 ) -> bool:
     """Whether no rank needs to go back behind this rank's newest base. Ranks train in lock step: a rank that has a
     differential has seen every rank publish the version before. On a GPU, other ranks' records may still be on their
-    way. A rank that dies then has to read a base from the durable tier, which has all that leads on from there
-    (:meth:`Retention._has_gone_on`): that is rare, and keeping two records more for it would cost every step memory.
+    way. If the ranks are killed then, they go on from a base in the durable tier, which has all that leads on from
+    there (:meth:`Retention._has_gone_on`): that is rare, and keeping two records more for it would cost every step
+    memory.
     """
     if mark is not None and (newest.generation, newest.last) <= (mark.generation, mark.version):
         return True

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import quote, unquote
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.named import query_pairs
 from tiercheck.types import bytes_text
 
 __all__ = [
@@ -87,7 +88,7 @@ class TierURL:
         location, _, query = rest.partition("?")
         try:
             location = unquote(location, errors="strict")
-            pairs = pairs_of(query)
+            pairs = query_pairs(query)
         except UnicodeError:
             raise ConfigurationError(f"a {scheme}:// URL has an escape (%..) that is no UTF-8") from None
         except ValueError:
@@ -271,9 +272,3 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is more than any tier holds")
     # Whole numbers are computed as such: a float would round beyond 2**53.
     return int(number) * base ** " kmgtp".index(letter.lower() or " ") if number.isdigit() else int(scaled)
-
-
-def pairs_of(query: str) -> list[tuple[str, str]]:
-    """Percent-decoded: a plus is a plus, as in base64, and no space as in an HTML form. Errors: ``ValueError``."""
-    plain = query.replace("+", "%2B")
-    return parse_qsl(plain, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []
