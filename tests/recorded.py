@@ -10,7 +10,8 @@ import torch
 from tiercheck.format import container
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
-from tiercheck.streams.records.differential import Differential, DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.recorded import Differential, read_differentials
 
 SIZES = {"embedding": (37,), "weight": (16, 9), "bias": (5,)}
 

@@ -29,7 +29,9 @@ from tiercheck.errors import UnsupportedSetup
 from tiercheck.kernels import narrow_scaled_into
 from tiercheck.kernels.reference import scale_search
 from tiercheck.streams.codecs import codec as codec_of
+from tiercheck.streams.codecs.sparse import Sparse
 from tiercheck.streams.device.protocol import Event
+from tiercheck.streams.gradients.encoder import scratch
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name
 
 __all__ = ["Reordering", "Site", "uncovered"]
@@ -171,6 +173,41 @@ class Reordering:
         scale, halves = float(found.numpy().view(np.float32)[0]), out.numpy().view(np.uint16)
         if not narrow_scaled_into.reference(values.numpy(), scale, halves):
             found.numpy()[4:] = 1
+
+    def workspace(self, elements: int, kept: int) -> torch.Tensor:
+        self.largest = elements, kept
+        return self.memory(4, "of which it needs none")
+
+    def compact(
+        self,
+        values: torch.Tensor,
+        ratio: float,
+        seed: int,
+        indices: torch.Tensor,
+        halves: torch.Tensor,
+        said: torch.Tensor,
+        workspace: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        parts: dict[str, memoryview] = {}
+
+        def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+            parts[suffix] = scratch(suffix, dtype, shape)
+            return parts[suffix]
+
+        assert values.numel() <= self.largest[0]
+        assert indices.numel() // 4 <= self.largest[1]
+        encoding = Sparse(ratio).encode(
+            array_of(values),
+            dtype_name(values, "a gradient"),
+            seed=seed,
+            slot=slot,
+            residual=None if residual is None else residual.numpy(),
+        )
+        for place, suffix in ((indices, "indices"), (halves, "values")):
+            place.numpy()[: parts[suffix].nbytes] = parts[suffix]
+        count, scalars = parts["indices"].nbytes // 4, encoding.scalars
+        said.numpy().view(np.int32)[:3] = count, scalars["exponent"], scalars["nonfinite"]
 
     def prepare(self, codec: str) -> None:
         pass

@@ -45,9 +45,9 @@ class CheckpointConfig:
     memory. It is taken when the job is attached, and no more than one record needs. If a record needs more, the
     optimizer's step waits on the GPU for some of its copies. Jobs on CPUs take none."""
     gpu_feedback: bool = True
-    """Whether what ``int8+feedback``, ``nf4+feedback`` or ``onebit+feedback`` has left out is kept in GPU memory, where
-    the GPU encodes. ``False``: in host memory, where gradients are encoded then, beside training. With training on the
-    compressed gradients, and with other codecs, it is in host memory."""
+    """Whether what ``int8``, ``nf4``, ``onebit`` or ``sparse`` with ``+feedback`` has left out is kept in GPU memory,
+    where the GPU encodes. ``False``: in host memory, where gradients are encoded then, beside training. With training
+    on the compressed gradients, and with other codecs, it is in host memory."""
     recovery_threads: int = 0
     """The most threads that verify, copy, decode and replay in a recovery. 0: this rank's share of the processors that
     its process may use, if the ranks of its node (``LOCAL_WORLD_SIZE``) share them."""

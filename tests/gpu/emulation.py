@@ -20,7 +20,7 @@ from tests.servers.programs import need
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.registry import cuda_sources
 
-__all__ = ["Emulator", "compile_for_host", "compile_text"]
+__all__ = ["Emulator", "OnDevice", "compile_for_host", "compile_text"]
 
 EMULATION = Path(__file__).parent / "simt.h"
 

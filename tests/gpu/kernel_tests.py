@@ -105,6 +105,65 @@ class CudaKernelTests(CudaExponentTests, CudaReplayTests):
             assert machine.intact(lost)
         return int(found.size)
 
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+    @pytest.mark.parametrize("with_residual", [False, True])
+    def test_of_too_many_the_largest_are_kept(self, machine: Machine, dtype: type, with_residual: bool) -> None:
+        for size in machine.sizes:
+            values = narrowed(gradient(size), dtype)
+            residual = gradient(size, seed=1, special=False) if with_residual else None
+            for capacity in {0, 1, size // 90, size // 2, size - 1, size} - {-1}:
+                self.keep_and_compare(machine, values, 0.01, residual, capacity)
+
+    def test_of_equal_ones_the_first_are_kept(self, machine: Machine) -> None:
+        values = np.full(5000, -0.25, np.float32)
+        values[1::2] *= -1
+        for capacity in (1, 1024, 2500, 4999):
+            self.keep_and_compare(machine, values, 0.25, None, capacity)
+        values[[7, 2050, 4999]] = [0.5, -0.5, np.inf]
+        for capacity in (1, 3, 5, 1500):
+            self.keep_and_compare(machine, values, 0.25, np.zeros(5000, np.float32), capacity)
+
+    def test_more_that_are_not_finite_than_are_wanted_are_counted(self, machine: Machine) -> None:
+        values = np.full(3000, np.nan, np.float32)
+        values[::3] = np.inf
+        values[5::100] = 1
+        for residual in (None, np.full(3000, 0.5, np.float32)):
+            assert self.keep_and_compare(machine, values, 1.0, residual, 40) == 3000 - 30
+
+    def keep_and_compare(
+        self, machine: Machine, values: NDArray[Any], threshold: float, residual: Floats | None, capacity: int
+    ) -> int:
+        elements = np.zeros(values.size, np.float32) if residual is None else residual.copy()
+        if residual is None:
+            elements = compaction.widened(values).copy()
+        found, _ = compaction.compact(values, threshold, residual=None if residual is None else elements)
+        strange = ~np.isfinite(elements)
+        too_many = found.size > capacity
+        kept = compaction.largest_of(elements, capacity) if too_many and capacity else found[:capacity]
+        left = elements.copy()
+        if too_many:
+            left[strange] = 0
+
+        on_device, lost = machine.put(values), None if residual is None else machine.put(residual)
+        indices, survivors = machine.put(np.zeros(capacity, np.uint32)), machine.put(np.zeros(capacity, np.float32))
+        count, nonfinite = machine.put(np.full(1, 99, np.uint32)), machine.put(np.full(1, 99, np.uint32))
+        least = machine.put(np.array([threshold], np.float32))
+        workspace = machine.put(np.zeros(cuda.compact_workspace(values.size), np.uint64))
+        to: dict[str, Any] = {"residual": lost, "stream": machine.stream}
+        cuda.compact_into(on_device, least, indices, survivors, count, workspace, **to)
+        cuda.keep_largest(on_device, indices, survivors, count, nonfinite, **to)
+        assert machine.get(count)[0] == kept.size
+        assert machine.get(nonfinite)[0] == np.count_nonzero(strange)
+        assert identical(machine.get(indices)[: kept.size], kept.astype(np.uint32))
+        assert identical(machine.get(survivors)[: kept.size], elements[kept])
+        assert identical(machine.get(on_device), values)
+        for array in (indices, survivors, count, nonfinite):
+            assert machine.intact(array)
+        if lost is not None:
+            assert identical(machine.get(lost), left)
+            assert machine.intact(lost)
+        return int(machine.get(nonfinite)[0])
+
     @pytest.mark.parametrize(
         ("size", "dtype", "ratio", "with_residual"),
         [
@@ -503,6 +562,7 @@ class CudaKernelTests(CudaExponentTests, CudaReplayTests):
         room = put(np.zeros(cuda.compact_workspace(size), np.uint64))
         cuda.select_threshold(there, 0.01, 3, least, samples, residual=lost, **to)
         cuda.compact_into(there, least, indices, survivors, count, room, residual=lost, **to)
+        cuda.keep_largest(there, indices, survivors, count, put(np.zeros(1, np.uint32)), residual=lost, **to)
         cuda.to_half(survivors, out, scale, samples, count=count, **to)
         cuda.from_half(out, scale, decoded, count=count, **to)
         cuda.settle(lost, indices, survivors, decoded, count=count, **to)

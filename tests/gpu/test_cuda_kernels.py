@@ -71,7 +71,7 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
     }
     words = {
         name: put(np.zeros(1, dtype))
-        for name, dtype in (("count", "u4"), ("scale", "i4"), ("least", "f4"), ("length", "u8"))
+        for name, dtype in (("count", "u4"), ("strange", "u4"), ("scale", "i4"), ("least", "f4"), ("length", "u8"))
     }
     a = arrays
 
@@ -86,6 +86,9 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
             a["room"],
             residual=a["lost"],
             **to,
+        )
+        cuda.keep_largest(
+            a["values"], a["indices"], a["survivors"], words["count"], words["strange"], residual=a["lost"], **to
         )
         cuda.to_half(a["survivors"], a["halves"], words["scale"], a["samples"], count=words["count"], **to)
         cuda.from_half(a["halves"], words["scale"], a["decoded"], count=words["count"], **to)

@@ -26,7 +26,8 @@ from tiercheck.streams.codecs import codec as codec_of  # noqa: E402
 from tiercheck.streams.codecs import decode  # noqa: E402
 from tiercheck.streams.gradients.encoder import scratch  # noqa: E402
 from tiercheck.streams.records.base import read_base  # noqa: E402
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials  # noqa: E402
+from tiercheck.streams.records.differential import DifferentialStream  # noqa: E402
+from tiercheck.streams.records.recorded import read_differentials  # noqa: E402
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of  # noqa: E402
 from tiercheck.tiers.shm.namespaces import remove_namespace  # noqa: E402
 from tiercheck.types import Fidelity  # noqa: E402
@@ -36,7 +37,17 @@ pytestmark = pytest.mark.gpu
 STEPS = 14
 KILLED_AT = 9
 WIDTH = 1024
-CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "int8+feedback", "nf4+feedback", "onebit+feedback"]
+CODECS = [
+    "exact",
+    "int8",
+    "nf4",
+    "onebit",
+    "sparse",
+    "sparse+feedback",
+    "int8+feedback",
+    "nf4+feedback",
+    "onebit+feedback",
+]
 BUSY_CYCLES = 200_000_000
 """About a tenth of a second."""
 

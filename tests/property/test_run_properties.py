@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.recorded import Trainer, fresh, state_of
 from tests.replaying import replayed_runs
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay.replay import replay
 from tiercheck.streams.replay.runs import Run, decode_run, run_of
 

@@ -17,7 +17,7 @@ from tiercheck.kernels.catalogue import *  # noqa: F403  its __all__ is the only
 from tiercheck.kernels.gradients import HalfGradient
 from tiercheck.kernels.halves import widened
 from tiercheck.kernels.reference.blocks import BLOCK, NONFINITE_CODE
-from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES
+from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES, largest_of
 from tiercheck.kernels.reference.exponents import packed_bytes_max
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK
 from tiercheck.kernels.registry import KERNELS, Kernel, warm_up
@@ -35,6 +35,7 @@ __all__ = [
     "Kernel",
     "SgdStep",
     "SparseGradient",
+    "largest_of",
     "packed_bytes_max",
     "warm_up",
     "widened",

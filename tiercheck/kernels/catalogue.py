@@ -127,6 +127,7 @@ compact_into = declare(
             "compaction:compact_into",
             {"compaction": of_each_type("compact"), "survivors": ("clear",)},
         ),
+        CudaForm("compaction:keep_largest", {"largest": of_each_type("keep_largest")}),
     ),
     examples=buffer_calls,
 )

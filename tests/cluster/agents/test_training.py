@@ -24,7 +24,7 @@ from tiercheck.errors import ConfigurationError, NotFound, TierCheckError
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, JobKey
-from tiercheck.streams.records.differential import read_differentials
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import Fidelity
 

@@ -29,7 +29,7 @@ from tiercheck.format import container
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.policy.neighbours import weigh
 from tiercheck.policy.recovery.lost_stage import LostStage
-from tiercheck.streams.records.differential import read_differentials
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
 LOST_AT, CRASHED_AFTER, END = 5, 4, 24

@@ -34,7 +34,7 @@ from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.attaching import provider_for
 from tiercheck.policy.neighbours import weigh
 from tiercheck.policy.recovery.lost_stage import LostStage
-from tiercheck.streams.records.differential import read_differentials
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
 WIDTH, BLOCKS = 8, 2

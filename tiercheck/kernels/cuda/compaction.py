@@ -18,6 +18,7 @@ __all__ = [
     "compact_into",
     "compact_workspace",
     "from_half",
+    "keep_largest",
     "scatter",
     "scatter_add",
     "select_threshold",
@@ -53,8 +54,9 @@ def compact_into(
 
     ``values`` are fp32, fp16, or bf16 patterns (uint16), fewer than 2**32. ``threshold`` (fp32[1]) is not negative.
     ``count`` (uint32[1]) becomes the number of elements that reach it. If that is more than ``indices`` and
-    ``survivors`` hold, they hold the first ones, and nothing is written beyond. With ``residual`` (fp32, finite) the
-    elements are ``values + residual``, and ``residual`` becomes that for all elements; then call :func:`settle`.
+    ``survivors`` hold, they hold the first ones, and nothing is written beyond: call :func:`keep_largest`. With
+    ``residual`` (fp32, finite) the elements are ``values + residual``, and ``residual`` becomes that for all elements;
+    then call :func:`settle`.
     ``workspace`` is uint64, of at least :func:`compact_workspace` elements. It is cleared here, and belongs to this
     call until the work is done.
 
@@ -79,6 +81,36 @@ def compact_into(
         *begin_scan(workspace, tiles, stream),
     )
     module.launch("compaction", f"compact_{NAMES[values.dtype]}", tiles, THREADS, arguments, stream)
+
+
+def keep_largest(
+    values: DeviceArray,
+    indices: DeviceArray,
+    survivors: DeviceArray,
+    count: DeviceArray,
+    nonfinite: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """If more elements reached the threshold of :func:`compact_into` than were wanted, choose the largest of all.
+
+    All arguments are what that function was given, and has written. If ``count`` is more than ``indices`` hold, they
+    and ``survivors`` get the elements of largest magnitude, as the reference's ``largest_of`` says, and ``count``
+    becomes their number. An element that is not finite then leaves 0 in ``residual``, whether it was chosen or not.
+    ``nonfinite`` (uint32[1]) becomes how many elements are not finite, if the threshold was infinity or less.
+
+    Raises:
+        ValueError: an array has the wrong dtype or size.
+    """
+    check_indexable(values, residual)
+    check("indices", indices, np.uint32)
+    check("survivors", survivors, np.float32, indices.size)
+    check("count", count, np.uint32, 1)
+    check("nonfinite", nonfinite, np.uint32, 1)
+    room = np.uint64(indices.size)
+    arguments = (values, np.uint64(values.size), residual, indices, survivors, room, count, nonfinite)
+    module.launch("largest", f"keep_largest_{NAMES[values.dtype]}", 1, SELECTING_THREADS, arguments, stream)
 
 
 def tiles_of(size: int) -> int:

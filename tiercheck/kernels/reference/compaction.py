@@ -27,6 +27,7 @@ __all__ = [
     "check_values",
     "compact",
     "compact_into",
+    "largest_of",
     "sample_keys",
     "sample_positions",
     "select_threshold",
@@ -161,6 +162,15 @@ def compact_into(
     held = min(found.size, indices.size)
     indices[:held], survivors[:held] = found[:held], exact[:held]
     return found.size
+
+
+def largest_of(survivors: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Where the ``count`` of largest magnitude are (as integers, so NaNs first), of equal ones the first; ascending."""
+    magnitudes = survivors.view(np.uint32) & MAGNITUDE
+    least = np.partition(magnitudes, magnitudes.size - count)[magnitudes.size - count]
+    kept = magnitudes > least
+    kept[np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(kept)]] = True
+    return np.flatnonzero(kept)
 
 
 def threshold_bits(threshold: float) -> np.uint32:

@@ -20,7 +20,7 @@ from tiercheck.streams.codecs.floats import KERNELS_USED, from_float32, rounded
 from tiercheck.streams.codecs.indices import Indices, chunks, planned_parts, read_indices
 from tiercheck.types import Fidelity
 
-__all__ = ["EXPONENT_MAX", "Sparse"]
+__all__ = ["EXPONENT_MAX", "Sparse", "Survivors"]
 
 EXPONENT_MAX = 15 + 149
 """The scale of a tensor whose largest element is the smallest denormal of fp32."""
@@ -91,9 +91,13 @@ class Sparse(Codec):
             decoded = rounded(kernels.from_half(halves, exponent), dtype)
             for chunk, stored in indices.by_chunk():
                 kernels.settle(residual[chunk], indices.within[stored], survivors[stored], decoded[stored])
+        return self.encoding(dtype, tuple(array.shape), indices, exponent, nonfinite)
+
+    def encoding(self, dtype: str, shape: tuple[int, ...], indices: Indices, exponent: int, nonfinite: int) -> Encoding:
+        """What is said of a tensor of which these elements are stored."""
         scalars = {"exponent": exponent, "nonfinite": nonfinite, **indices.scalars}
-        suffixes = tuple(part.suffix for part in self.plan(dtype, array.shape))
-        return Encoding(self.text, dtype, tuple(array.shape), suffixes, scalars)
+        suffixes = tuple(part.suffix for part in self.plan(dtype, shape))
+        return Encoding(self.text, dtype, shape, suffixes, scalars)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         indices, values = self.stored(encoding, parts)
@@ -124,6 +128,26 @@ class Sparse(Codec):
         if not -EXPONENT_MAX <= exponent <= EXPONENT_MAX:
             raise Corruption(f"the scale's exponent {exponent} is out of range")
         return indices, kernels.from_half(halves, exponent)
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The elements of a gradient that a device has chosen and made fp16: it has ``CHUNK_ELEMENTS`` or fewer."""
+
+    codec: Sparse
+    dtype: str
+    """Of the gradient, as its shape."""
+    shape: tuple[int, ...]
+    indices: NDArray[np.uint32]
+    halves: NDArray[np.float16]
+    exponent: int
+    nonfinite: int
+
+    def store(self, slot: Slot) -> Encoding:
+        """As the codec's ``encode`` does."""
+        indices = Indices(math.prod(self.shape), layout.CHUNK_ELEMENTS, [self.indices.size], self.indices)
+        indices.write(slot, "F16")[:] = self.halves
+        return self.codec.encoding(self.dtype, self.shape, indices, self.exponent, self.nonfinite)
 
 
 def threshold_of(flat: NDArray[Any], ratio: float, seed: int, residual: NDArray[np.float32] | None) -> float:
@@ -176,7 +200,7 @@ def collect_largest(
             residual[strange] = 0
         positions, survivors = np.concatenate((positions, found)), np.concatenate((survivors, values))
         if survivors.size > capacity:
-            kept = largest_of(survivors, capacity)
+            kept = kernels.largest_of(survivors, capacity)
             positions, survivors = positions[kept], survivors[kept]
             # From here on an equal one comes too late.
             least = np.min(survivors.view(np.uint32) & MAGNITUDE) + np.uint32(1)
@@ -185,12 +209,3 @@ def collect_largest(
     counts = np.diff(np.append(edges, positions.size)).tolist()
     within = (positions % layout.CHUNK_ELEMENTS).astype(np.uint32)
     return Indices(flat.size, layout.CHUNK_ELEMENTS, counts, within), survivors, nonfinite
-
-
-def largest_of(survivors: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Where the ``count`` of largest magnitude are (as integers, so NaNs first), of equal ones the first; ascending."""
-    magnitudes = survivors.view(np.uint32) & MAGNITUDE
-    least = np.partition(magnitudes, magnitudes.size - count)[magnitudes.size - count]
-    kept = magnitudes > least
-    kept[np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(kept)]] = True
-    return np.flatnonzero(kept)

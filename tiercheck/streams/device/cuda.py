@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -12,11 +14,17 @@ import torch
 
 from tiercheck.errors import CapacityExceeded, UnsupportedSetup
 from tiercheck.kernels import (
+    SAMPLES,
     Kernel,
+    compact_into,
+    from_half,
     narrow_scaled_into,
     quantise_into,
     quantise_nf4_into,
     quantise_onebit_into,
+    select_threshold,
+    settle,
+    to_half,
 )
 from tiercheck.streams.device.protocol import Device, Event, Stream
 from tiercheck.types import bytes_text
@@ -34,6 +42,9 @@ QUANTISE: Mapping[str, tuple[Kernel[..., Any], Any, Any]] = {
 """By codec, the kernel that encodes, and the dtypes of codes and scales."""
 
 _, FIND_SCALE, NARROW_FOUND = narrow_scaled_into.cuda
+COMPACTION = (*select_threshold.cuda, *compact_into.cuda, *to_half.cuda, *from_half.cuda, *settle.cuda)
+WORD = 4
+"""Bytes of an fp32 number, and of a sample."""
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
@@ -177,9 +188,55 @@ class Cuda:
             held = [_cuda_module().borrow(each, stream) for each in (values, found, out)]
             NARROW_FOUND.load()(held[0], held[1], held[2].view(np.uint16), stream=stream)
 
+    def workspace(self, elements: int, kept: int) -> torch.Tensor:
+        return self.memory(Workspace.of(elements, kept).nbytes, "to find the largest elements of gradients in")
+
+    def compact(
+        self,
+        values: torch.Tensor,
+        ratio: float,
+        seed: int,
+        indices: torch.Tensor,
+        halves: torch.Tensor,
+        said: torch.Tensor,
+        workspace: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        threshold_of, reached, largest, halved, widened, settled = (each.load() for each in COMPACTION)
+        is_bfloat16 = values.dtype is torch.bfloat16
+        size, kept = values.numel(), indices.numel() // WORD
+        layout = Workspace.of(size, kept)
+        scan, survivors, decoded, samples, threshold = (workspace[each] for each in layout.slices)
+        with self._stream() as stream:
+
+            def lent(tensor: torch.Tensor, dtype: Any = None) -> Any:
+                array = _cuda_module().borrow(tensor, stream)
+                return array if dtype is None else array.view(dtype)
+
+            numbers = lent(values.view(torch.int16), np.uint16) if is_bfloat16 else lent(values)
+            lost = None if residual is None else lent(residual)
+            words = lent(said, np.uint32)
+            count, exponent, nonfinite = words[:1], words[1:2].view(np.int32), words[2:3]
+            least, sampled = lent(threshold, np.float32), lent(samples, np.uint32)
+            positions, chosen, stored = lent(indices, np.uint32), lent(survivors, np.float32), lent(halves, np.float16)
+            to: dict[str, Any] = {"stream": stream}
+            threshold_of(numbers, ratio, seed, least, sampled, residual=lost, **to)
+            reached(numbers, least, positions, chosen, count, lent(scan, np.uint64), residual=lost, **to)
+            largest(numbers, positions, chosen, count, nonfinite, residual=lost, **to)
+            halved(chosen, stored, exponent, sampled, count=count, **to)
+            if residual is None:
+                return
+            widened(stored, exponent, lent(decoded, np.float32), count=count, **to)
+            if values.dtype is not torch.float32:  # what is given back is rounded once more
+                given_back = decoded.view(torch.float32)
+                given_back.copy_(given_back.to(values.dtype))
+            settled(lost, positions, chosen, lent(decoded, np.float32), count=count, **to)
+
     def prepare(self, codec: str) -> None:
         kernel: Kernel[..., Any] = QUANTISE[codec][0] if codec in QUANTISE else narrow_scaled_into
         forms = kernel.cuda[:1] if codec in QUANTISE else (FIND_SCALE, NARROW_FOUND)
+        if codec == "sparse":
+            kernel, forms = compact_into, COMPACTION
         kernel.by("cuda")  # which says what to install
         with torch.cuda.device(self._device):
             for source, entries in [each for form in forms for each in form.entries.items()]:
@@ -190,6 +247,23 @@ class Cuda:
         """The current one."""
         pointer = torch.cuda.current_stream(self._device).cuda_stream
         return cast(AbstractContextManager[Any], _cuda_module().torch_stream(pointer, self._device.index))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What lies where in the memory that a compaction needs."""
+
+    slices: tuple[slice, ...]
+    """Its scan over tiles, survivors, what is given back of them, samples, and the threshold."""
+    nbytes: int
+
+    @classmethod
+    def of(cls, elements: int, kept: int) -> Workspace:
+        from tiercheck.kernels.cuda.compaction import compact_workspace  # which imports CuPy
+
+        tiles, samples = 2 * compact_workspace(elements), max(1, min(elements, SAMPLES))
+        edges = [0, *accumulate(WORD * each for each in (tiles, kept, kept, samples, 1))]
+        return cls(tuple(slice(start, stop) for start, stop in pairwise(edges)), edges[-1])
 
 
 def _cuda_module() -> Any:

@@ -12,7 +12,10 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Device", "Event", "Stream"]
+__all__ = ["COMPACTION_NBYTES", "Device", "Event", "Stream"]
+
+COMPACTION_NBYTES = 16
+"""What :meth:`Device.compact` says of a tensor: four words of 32 bits."""
 
 
 class Event(Protocol):
@@ -113,7 +116,32 @@ class Device(Protocol):
         :meth:`find_scale`."""
         ...
 
+    def workspace(self, elements: int, kept: int) -> torch.Tensor:
+        """New memory of the device that :meth:`compact` needs for so many elements or fewer, of which at most so many
+        are kept. Errors: ``CapacityExceeded``."""
+        ...
+
+    def compact(
+        self,
+        values: torch.Tensor,
+        ratio: float,
+        seed: int,
+        indices: torch.Tensor,
+        halves: torch.Tensor,
+        said: torch.Tensor,
+        workspace: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """What the codec ``sparse`` stores; call it inside of :meth:`Stream.run`.
+
+        ``values``, ``residual``: as of :meth:`quantise`. The others are uint8, on the device. ``indices`` (uint32) and
+        ``halves`` (fp16) are as long as the codec's capacity for the values, and their beginnings are written to.
+        ``said``: how many there are, the exponent (int32), how many elements are not finite, and an undefined word.
+        The bits are those of the codec on the host with the same ``seed``.
+        """
+        ...
+
     def prepare(self, codec: str) -> None:
-        """Compile what :meth:`quantise` calls; for the codec ``exact``, what :meth:`find_scale` and :meth:`narrow` do.
-        Errors: ``ConfigurationError`` saying what to install."""
+        """Compile what :meth:`quantise` calls; for the codec ``sparse``, what :meth:`compact` does; for ``exact``, what
+        :meth:`find_scale` and :meth:`narrow` do. Errors: ``ConfigurationError`` saying what to install."""
         ...

@@ -15,6 +15,7 @@ from tiercheck.kernels.reference.scale_search import SAMPLED_TENSORS_MAX
 from tiercheck.streams.codecs import Codec, Encoding, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import SCALE
+from tiercheck.streams.gradients.compaction import Compacted
 from tiercheck.streams.gradients.description import Description
 from tiercheck.streams.gradients.pieces import Piece, as_they_are, pieces_of
 from tiercheck.streams.gradients.routes import Landing, Route, route_of
@@ -37,10 +38,13 @@ class Direct:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """``direct``: in the order in which they lie; the names ``by_host`` are those that go by way of host memory."""
+    """``direct``: in the order in which they lie; the names ``by_host`` are those that go by way of host memory as they
+    are."""
 
     direct: tuple[Direct, ...]
     by_host: tuple[str, ...]
+    compacted: Compacted | None
+    """Those of which the device chooses elements; ``None``: there are none."""
     route: Route
     """Of those that are direct. Their parts lie behind one another, each on a line of its own."""
     starts: list[int]
@@ -62,6 +66,7 @@ class Arrangement:
 def arrange(
     direct: Sequence[Direct],
     by_host: Sequence[str],
+    compacted: Compacted | None,
     codec: Codec,
     blocks: BlockCodec | None,
     chunk_nbytes: int,
@@ -81,7 +86,7 @@ def arrange(
     landings = [
         Landing(each.shape, each.dtype, tuple(next(left) for _ in each.parts), blocks, each.narrows) for each in direct
     ]
-    tensors = None if by_host else Recurring(specs, STAMP_DIGITS)
+    tensors = None if by_host or compacted else Recurring(specs, STAMP_DIGITS)
     text = (blocks or codec).text
 
     def encodings(pattern: int | None) -> dict[str, dict[str, Any]]:
@@ -100,6 +105,7 @@ def arrange(
     return Arrangement(
         direct=tuple(direct),
         by_host=tuple(by_host),
+        compacted=compacted,
         route=route_of(landings, chunk_nbytes),
         starts=starts,
         nbytes=end,

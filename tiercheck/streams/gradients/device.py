@@ -6,7 +6,7 @@ See :mod:`tiercheck.streams.gradients.staged` for the way that they take.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -24,23 +24,25 @@ from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Part
 from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.codecs.feedback import Feedback
+from tiercheck.streams.codecs.sparse import Sparse, Survivors
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device
 from tiercheck.streams.device.samples import Comparison
 from tiercheck.streams.errors import OtherwiseStored, WrittenUnseen
 from tiercheck.streams.gradients.arrangement import Arrangement, Direct, arrange
+from tiercheck.streams.gradients.compaction import Compacted, Compaction, compacted, fits, sparse_codec
 from tiercheck.streams.gradients.description import Gathered
 from tiercheck.streams.gradients.gathered import check_trained
 from tiercheck.streams.gradients.pieces import checksums_of, hash_all
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
-from tiercheck.streams.gradients.staged import HostMemory, Ring, Sending, Staged, evict
+from tiercheck.streams.gradients.staged import CHUNKS_MIN, HostMemory, Ring, Sending, Staged, evict
 from tiercheck.streams.records.record_names import gradient_name, stamp
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
 
-__all__ = ["DeviceGradients", "OnDevice", "block_codec"]
+__all__ = ["DeviceGradients", "OnDevice", "keeps_residual"]
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class OnDevice:
         self.room = room
         self.narrowed = frozenset(narrowed) if type(codec) is Exact else frozenset()
         """Those of which that has held so far."""
-        by_device = isinstance(codec, BlockCodec) or bool(residual_sizes)
+        by_device = not isinstance(codec, Feedback) or bool(residual_sizes)
         self.blocks = block_codec(codec) if by_device else None
         """By which the device encodes; ``None`` if it does not."""
         if self.blocks is not None:
@@ -83,7 +85,13 @@ class OnDevice:
         elif self.narrowed:
             self._prepare_to_narrow()
         self.residuals = DeviceResiduals(device, residual_sizes)
-        self.ring = Ring(device, nbytes_max or device.nbytes // STAGING_SHARE, self._nbytes_sent, gate)
+        nbytes_max = staging_nbytes(device, nbytes_max)
+        sparse = sparse_codec(codec) if by_device else None
+        sizes = residual_sizes if isinstance(codec, Feedback) else room.elements
+        self.compaction = None if sparse is None else compaction_of(device, sparse, sizes.values(), nbytes_max)
+        """The same, of the codec that chooses elements."""
+        least = 0 if self.compaction is None else self.compaction.nbytes_most
+        self.ring = Ring(device, nbytes_max, self._nbytes_sent, gate, least)
         self.hosts = HostMemory(device)
         self._came: dict[tuple[str, ...], Came] = {}
         """By names, the gradients of the last call that brought these."""
@@ -115,6 +123,7 @@ class OnDevice:
         stored: Mapping[str, str],
     ) -> Arrangement:
         direct: list[Direct] = []
+        chosen: list[tuple[str, str, torch.Tensor]] = []
         by_host: list[str] = []
         for name, gradient in gradients.items():
             check_trained(masters, name, gradient.shape)
@@ -128,15 +137,20 @@ class OnDevice:
             if narrows or (held and self._is_direct(name, NAMES[gradient.dtype], stored)):
                 parts = parts_of(gradient, self.blocks, narrows=narrows)
                 direct.append(Direct(name, gradient.shape, gradient.dtype, narrows, parts))
+            elif held and self._is_compacted(name, NAMES[gradient.dtype], gradient.numel()):
+                chosen.append((name, NAMES[gradient.dtype], gradient))
             else:
                 by_host.append(name)
-        return arrange(direct, by_host, self.codec, self.blocks, self.ring.chunk_nbytes)
+        few = None if self.compaction is None else compacted(chosen, self.compaction, self.ring.chunk_nbytes)
+        return arrange(direct, by_host, few, self.codec, self.blocks, self.ring.chunk_nbytes)
 
     @property
     def _nbytes_sent(self) -> int:
         """For one record, as far as can be told before there is one."""
         if self.blocks is not None:
             return self.room.nbytes
+        if self.compaction is not None and self.compaction.takes_all:
+            return self.compaction.nbytes
         return self.room.nbytes_given(self.narrowed)
 
     def _is_direct(self, name: str, dtype: str, stored: Mapping[str, str]) -> bool:
@@ -145,6 +159,12 @@ class OnDevice:
             return dtype == stored[name] or dtype != "F32"
         has_residual = isinstance(self.codec, BlockCodec) or name in self.residuals.of
         return self.blocks is not None and dtype in FLOATS and has_residual
+
+    def _is_compacted(self, name: str, dtype: str, size: int) -> bool:
+        """Whether the device chooses what is stored of a gradient."""
+        if self.compaction is None or (isinstance(self.codec, Feedback) and name not in self.residuals.of):
+            return False
+        return self.compaction.takes(dtype, size)
 
     def _prepare_to_narrow(self) -> None:
         try:
@@ -253,6 +273,8 @@ class DeviceGradients:
         self._version = version
         self._staged = Staged(common.ring, common.hosts, memory, pinned=common.device.is_pinned)
         self._sent: list[Sent] = []
+        self._compacted: list[tuple[Compacted, torch.Tensor]] = []
+        """Of each call, and where it lands."""
         self._late = late
         self._bases_begun = bases_begun
         self._comparisons: Sequence[Comparison] = ()
@@ -278,6 +300,10 @@ class DeviceGradients:
             sent = self._placed(self._writer, arrangement)
             self._sent.append(sent)
             self._staged.send(self._sending(arrangement, gradients, found), sent.begin, arrangement.nbytes, host)
+            common.residuals.begun(self._bases_begun)
+        if (few := arrangement.compacted) is not None:
+            sending = self._compacting(few, gradients)
+            self._compacted.append((few, self._staged.send_beside(sending, few.nbytes)))
             common.residuals.begun(self._bases_begun)
         if found is not None:
             by_host[self._sent[-1].scales] = found
@@ -309,6 +335,12 @@ class DeviceGradients:
             return Sending(route, tensors, found=found, first=partial(find_scale, self._common.device, searched, found))
         kept = [residuals.of[each.name] for each in arrangement.direct] if residuals.of else ()
         return Sending(route, tensors, residuals=kept, first=residuals.clearing(self._bases_begun))
+
+    def _compacting(self, few: Compacted, gradients: Mapping[str, torch.Tensor]) -> Sending:
+        residuals, tensors = self._common.residuals, [gradients[name] for name in few.names]
+        kept = [residuals.of[name] for name in few.names] if residuals.of else ()
+        clear = residuals.clearing(self._bases_begun)
+        return Sending(few.route, tensors, residuals=kept, first=clear, seed=self._version)
 
     def end(self, buffers: Mapping[str, torch.Tensor], comparisons: Sequence[Comparison]) -> None:
         """What else belongs to the version, as of now. ``comparisons``: if any differ, the record is none."""
@@ -392,20 +424,48 @@ class DeviceGradients:
             if part.dtype == "F32" and is_bfloat16(self._array(part, start))
         }
 
-    def on_host(self, buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gradients and buffers that landed as they are."""
+    def on_host(
+        self, buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor | Survivors], dict[str, torch.Tensor]]:
+        """Gradients that landed beside the record, as they are or those of their elements that are stored; and
+        buffers."""
         host = self._staged.host
-        gradients = {name: each for name, each in host.items() if not name.startswith((BUFFER, SCALES))}
+        gradients: dict[str, torch.Tensor | Survivors] = {
+            name: each for name, each in host.items() if not name.startswith((BUFFER, SCALES))
+        }
+        for few, memory in self._compacted:
+            gradients |= few.landed(memory)
         return gradients, {name: host.get(BUFFER + name, each) for name, each in buffers.items()}
 
     def close(self) -> None:
         """Let the record's memory go. Idempotent."""
+        self._compacted.clear()
         self._staged.close()
         self._memory = memoryview(b"")
         self._writer = None
 
     def _array(self, part: Part, start: int) -> Any:
         return np.frombuffer(self._memory[start : start + part.nbytes], DTYPES[part.dtype])
+
+
+def staging_nbytes(device: Device, nbytes_max: int) -> int:
+    """What a setting of so many bytes comes to."""
+    return nbytes_max or device.nbytes // STAGING_SHARE
+
+
+def compaction_of(device: Device, codec: Sparse, sizes: Iterable[int], nbytes_max: int) -> Compaction | None:
+    """``None`` if the device encodes none of these. Errors: as of :class:`Compaction`."""
+    compaction = Compaction(device, codec, sizes, nbytes_max // CHUNKS_MIN)
+    return compaction if compaction.nbytes else None
+
+
+def keeps_residual(device: Device, codec: Codec, master: torch.Tensor, nbytes_max: int) -> bool:
+    """Whether a device that is asked to keeps what feedback leaves out of this master's gradients, and encodes them.
+    ``nbytes_max``: as of :class:`OnDevice`."""
+    sparse = sparse_codec(codec)
+    if not device.holds(master) or (sparse is None and block_codec(codec) is None):
+        return False
+    return sparse is None or fits(sparse, master.numel(), staging_nbytes(device, nbytes_max) // CHUNKS_MIN)
 
 
 def block_codec(codec: Codec) -> BlockCodec | None:

@@ -9,6 +9,7 @@ the rest of that memory is unused. If a record needs more than was reserved, it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from tiercheck.format.container import TensorSpec, header_room
@@ -33,6 +34,7 @@ class GradientRoom:
         own = {name: spec.dtype for name, spec in masters.items()}
         specs = self._specs(own)
         self.count = len(specs)
+        self.elements = {name: math.prod(spec.shape) for name, spec in masters.items()}
         self.header_nbytes = header_room(specs)
         self.nbytes_most = self._nbytes(own)
         """Bytes if every gradient is stored in its master's dtype."""

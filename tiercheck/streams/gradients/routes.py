@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,20 @@ from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.device.reading import CHUNK_NBYTES
 from tiercheck.streams.tensors.as_bytes import NAMES
 
-__all__ = ["Chunk", "Copy", "Landing", "Piece", "Route", "parts_of", "route_of"]
+__all__ = ["Chunk", "Copy", "DeviceCodec", "Landing", "Piece", "Route", "parts_of", "route_of"]
+
+
+class DeviceCodec(Protocol):
+    """By what a device encodes."""
+
+    @property
+    def block(self) -> int:
+        """Elements that are not parted."""
+        ...
+
+    def parts(self, elements: int, /) -> tuple[Part, ...]:
+        """What is made of so many, from a block's beginning on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Landing:
     shape: torch.Size
     dtype: torch.dtype
     parts: tuple[int, ...]
-    codec: BlockCodec | None = None
+    codec: DeviceCodec | None = None
     """``None``: it is copied as it is, or narrowed."""
     narrows: bool = False
     """From fp32 to the bf16 numbers that one scale has multiplied."""

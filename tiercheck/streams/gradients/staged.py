@@ -12,7 +12,8 @@ A gradient goes to one of two places:
   them; or as the codes of a block codec (``int8``, ``nf4``, ``onebit``; with feedback, if the device keeps the
   residuals). Kernels make them on the device. If the tier's memory is not pinned, they go by way of pinned host memory;
 - **into pinned host memory** as it is, from where it is encoded when the record is closed, beside training: for every
-  other codec; and for fp32 gradients that ``exact`` is expected to store as fp16.
+  other codec; and for fp32 gradients that ``exact`` is expected to store as fp16. Of ``sparse``, what the device has
+  chosen comes there (:mod:`tiercheck.streams.gradients.compaction`).
 
 That fp32 gradients are bf16 numbers times one scale is believed of those of which the provider says so
 (:meth:`~tiercheck.streams.tensors.provider.StateProvider.gradient_dtypes`), and checked: if a single value is not given
@@ -34,12 +35,14 @@ from typing import Any
 import torch
 
 from tiercheck.format.header import ALIGNMENT, round_up
+from tiercheck.streams.codecs.blocks import BlockCodec
 from tiercheck.streams.device.gate import Gate
 from tiercheck.streams.device.protocol import Device, Event, Stream
+from tiercheck.streams.gradients.compaction import Compaction
 from tiercheck.streams.gradients.routes import Chunk, Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
-__all__ = ["CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged", "evict"]
+__all__ = ["CHUNKS_MIN", "CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged", "evict"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,8 @@ class Sending:
     """What the codec has not given back of those before, if the device keeps that: fp32, 1-D."""
     first: Callable[[], None] | None = None
     """What the device does before."""
+    seed: int = 0
+    """Of a codec that draws samples."""
 
 
 @dataclass
@@ -97,15 +102,17 @@ class Filling:
             torch._foreach_copy_(self.targets, sources)
         for piece, places in self.encoded:
             values = sending.tensors[piece.index].detach().reshape(-1)[piece.start : piece.stop]
-            codec = piece.landing.codec
-            if codec is None:
-                assert sending.found is not None
-                device.narrow(values, sending.found, places[0])
-                continue
             residual = sending.residuals[piece.index] if sending.residuals else None
             kept = None if residual is None else residual[piece.start : piece.stop]
-            codes, scales = places
-            device.quantise(codec.name, values.contiguous(), codes, scales, kept)
+            codec = piece.landing.codec
+            if isinstance(codec, Compaction):
+                codec.encode(values.contiguous(), sending.seed, places, kept)
+            elif isinstance(codec, BlockCodec):
+                codes, scales = places
+                device.quantise(codec.name, values.contiguous(), codes, scales, kept)
+            else:
+                assert sending.found is not None
+                device.narrow(values, sending.found, places[0])
 
     def copy_out(self, target: torch.Tensor) -> None:
         for source, each in self.copies:
@@ -159,13 +166,15 @@ def values_of(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 class Ring:
     """Memory of the device that all records of a rank go through. Training's thread uses it."""
 
-    def __init__(self, device: Device, nbytes_max: int, record_nbytes: int, gate: Gate | None = None) -> None:
+    def __init__(
+        self, device: Device, nbytes_max: int, record_nbytes: int, gate: Gate | None = None, chunk_nbytes_least: int = 0
+    ) -> None:
         """``nbytes_max``: what it may take; ``record_nbytes``: more than a record has, and another chunk, is of no use.
-        ``gate``: what copies wait for, if the ring holds all of a record. Errors: ``CapacityExceeded`` if the device
-        lacks the memory."""
+        ``gate``: what copies wait for, if the ring holds all of a record. ``chunk_nbytes_least``: what is not parted is
+        as long. Errors: ``CapacityExceeded`` if the device lacks the memory."""
         usual = max(CHUNK_NBYTES_USUAL, min(record_nbytes, nbytes_max) // CHUNKS_USUAL)
         most = min(CHUNK_NBYTES, usual, record_nbytes, nbytes_max // CHUNKS_MIN)
-        self.chunk_nbytes = max(CHUNK_NBYTES_MIN, round_up(most))
+        self.chunk_nbytes = max(CHUNK_NBYTES_MIN, round_up(most), round_up(chunk_nbytes_least))
         needed = (-(-record_nbytes // self.chunk_nbytes) + 1) * self.chunk_nbytes
         self.nbytes = max(CHUNKS_MIN * self.chunk_nbytes, min(needed, nbytes_max // ALIGNMENT * ALIGNMENT))
         self._device = device
@@ -323,17 +332,23 @@ class Staged:
             self._due.append((target, start))
         self._flights.append(self._ring.send(sending, target))
 
+    def send_beside(self, sending: Sending, nbytes: int) -> torch.Tensor:
+        """Into so many bytes of pinned host memory, which are returned; they hold it when it has landed. Errors:
+        ``CapacityExceeded``."""
+        host = self._hosts.borrow(nbytes)
+        self._borrowed.append(host)
+        self._flights.append(self._ring.send(sending, host))
+        return host
+
     def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Into pinned host memory. Errors: ``CapacityExceeded``."""
+        """As they are, into pinned host memory. Errors: ``CapacityExceeded``."""
         starts: dict[str, int] = {}
         at = 0
         for name, tensor in tensors.items():
             starts[name] = at
             at += round_up(tensor.nbytes)
-        host = self._hosts.borrow(at)
-        self._borrowed.append(host)
         route = self._ring.route_to_host(list(tensors.values()))
-        self._flights.append(self._ring.send(Sending(route, list(tensors.values())), host))
+        host = self.send_beside(Sending(route, list(tensors.values())), at)
         for name, tensor in tensors.items():
             held = host[starts[name] : starts[name] + tensor.nbytes]
             self.host[name] = held.view(tensor.dtype).view(tensor.shape)

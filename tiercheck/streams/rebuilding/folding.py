@@ -34,7 +34,7 @@ from tiercheck.streams.rebuilding.stored import HOST, StoredReader, StoredState,
 from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.records.base import BaseCapture, BaseState, tensors_of
 from tiercheck.streams.records.constants import CarriedOn
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.replay.kernel_selection import InPlace, OnDevice, is_certified, kernel_for, stepped_tensors

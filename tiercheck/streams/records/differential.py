@@ -8,27 +8,24 @@ batch is the concatenation of its records. Of version v there are
 
 and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
 each gradient is encoded), ``V/host`` (the host state at the end of iteration v) and, of some versions, ``V/audit``
-(:mod:`tiercheck.streams.records.audit`).
+(:mod:`tiercheck.streams.records.audit`). :mod:`tiercheck.streams.records.recorded` reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, Corruption, TierError
+from tiercheck.errors import CapacityExceeded, TierError
 from tiercheck.format import host_state
 from tiercheck.format.container import (
     PackedObject,
-    Shard,
     ShardMetadata,
     ShardWriter,
-    TensorEntry,
     TensorSpec,
     checksum_of,
     header_room,
@@ -36,15 +33,14 @@ from tiercheck.format.container import (
 )
 from tiercheck.format.header import round_up
 from tiercheck.format.layout import tensor_spec
-from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.keys import ShardKey
-from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_half, decode_sparse, fidelity_of
+from tiercheck.streams.codecs import Encoding, Slot, codec
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
+from tiercheck.streams.codecs.sparse import Survivors
 from tiercheck.streams.device.protocol import Device
-from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.errors import CameTwice
 from tiercheck.streams.gradients.description import Gathered
-from tiercheck.streams.gradients.device import DeviceGradients, OnDevice, block_codec
+from tiercheck.streams.gradients.device import DeviceGradients, OnDevice, keeps_residual
 from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
 from tiercheck.streams.gradients.gathered import GatheredGradients, check_trained
 from tiercheck.streams.gradients.room import GradientRoom
@@ -54,91 +50,14 @@ from tiercheck.streams.records.record_names import (
     audit_name,
     buffer_prefix,
     gradient_name,
-    gradient_parts,
     host_name,
     record_name,
 )
 from tiercheck.streams.records.step_options import StepOptions
-from tiercheck.streams.tensors.as_bytes import NAMES, array_of, dtype_name, tensor_in, tensor_of
+from tiercheck.streams.tensors.as_bytes import NAMES, array_of, dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
-from tiercheck.types import Fidelity
 
-__all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
-
-
-@dataclass(frozen=True)
-class Differential:
-    """One version's record, decoded on demand. Errors of all methods: ``Corruption``."""
-
-    version: int
-    skipped: bool
-    hyperparameters: list[dict[str, Any]]
-    """Per parameter group, the options the step ran with."""
-    host_state: Mapping[str, Any]
-    _encodings: Mapping[str, Mapping[str, Any]]
-    _shard: Shard
-
-    @property
-    def codecs(self) -> frozenset[str]:
-        return frozenset(encoding["codec"] for encoding in self._encodings.values())
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The worst of its gradients; one that the optimizer stepped with as it was decoded is exact."""
-        return Fidelity.worst(*(fidelity_of(encoding) for encoding in self._encodings.values()))
-
-    @property
-    def encodings(self) -> Mapping[str, Mapping[str, Any]]:
-        """By master, how its gradient is encoded: the plain values of an ``Encoding``."""
-        return self._encodings
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by master; perhaps read-only views of the shard."""
-        return {name: self.gradient(name) for name in self._encodings}
-
-    def gradient(self, master: str, *, threads: int = 1) -> torch.Tensor:
-        """One of them, decoded by at most ``threads`` threads."""
-        encoding = self._encodings[master]
-        return tensor_of(decode(encoding, self._parts(master), threads=threads), encoding["dtype"])
-
-    def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
-        """The same without its zeros; ``None`` if it is stored densely."""
-        encoding = self._encodings[master]
-        return decode_sparse(encoding, self._parts(master), threads=threads)
-
-    def half_gradient(self, master: str) -> HalfGradient | None:
-        """The same as it is stored; ``None`` if that is not fp32 in half precision."""
-        encoding = self._encodings[master]
-        return decode_half(encoding, self._parts(master))
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers recorded at this version."""
-        prefix = buffer_prefix(self.version)
-        found: dict[str, torch.Tensor] = {}
-        for name in self._shard.names:
-            if name.startswith(prefix):
-                entry = self._shard.entry(name)
-                found[name.removeprefix(prefix)] = tensor_in(
-                    memoryview(entry.data), entry.dtype, entry.shape, what=name
-                )
-        return found
-
-    def is_whole(self) -> bool:
-        """Whether every byte of its shard is one that was written."""
-        try:
-            self._shard.verify()
-        except Corruption:
-            return False
-        return True
-
-    def buffer_specs(self) -> list[TensorSpec]:
-        """Of :meth:`buffers`, by the buffers' own names, without reading them."""
-        prefix = buffer_prefix(self.version)
-        specs = [spec for spec in self._shard.specs if spec.name.startswith(prefix)]
-        return [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in specs]
-
-    def _parts(self, master: str) -> dict[str, TensorEntry]:
-        return gradient_parts(self._shard, self.version, master, self._encodings[master]["parts"])
+__all__ = ["DifferentialCapture", "DifferentialStream"]
 
 
 class DifferentialCapture(IterationCapture):
@@ -196,7 +115,7 @@ class DifferentialCapture(IterationCapture):
         else:
             self._take(gradients)
 
-    def _take(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _take(self, gradients: Mapping[str, torch.Tensor | Survivors]) -> None:
         kept, self._kept = self._kept, frozenset()
         try:
             self._put({name: each for name, each in gradients.items() if name not in kept} if kept else gradients)
@@ -210,9 +129,10 @@ class DifferentialCapture(IterationCapture):
             self._kept = frozenset(name for name in gradients if self._has(name))
             raise
 
-    def _put(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, gradients: Mapping[str, torch.Tensor | Survivors]) -> None:
         if self._stream.gathered is not None and self._gathered is None and not self._encodings:
-            self._gathered = self._stream.gathered.put(gradients, self._writer, self._key.first)
+            tensors = cast(Mapping[str, torch.Tensor], gradients)  # no codec that gathers them has survivors
+            self._gathered = self._stream.gathered.put(tensors, self._writer, self._key.first)
             if self._gathered is not None:
                 return
         for name, gradient in gradients.items():
@@ -224,12 +144,13 @@ class DifferentialCapture(IterationCapture):
         if failures:
             raise failures[0]
 
-    def _encode(self, name: str, gradient: torch.Tensor, failures: list[TierError]) -> None:
+    def _encode(self, name: str, gradient: torch.Tensor | Survivors, failures: list[TierError]) -> None:
         written: dict[str, memoryview] = {}
         version, slot = self._key.first, partial(self._slot, name, written, failures)
         failed = len(failures)
-        encoding = self._scaled(gradient, slot)
+        encoding = gradient.store(slot) if isinstance(gradient, Survivors) else self._scaled(gradient, slot)
         if encoding is None:
+            assert isinstance(gradient, torch.Tensor)
             encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
         if len(failures) > failed:
             return
@@ -400,12 +321,13 @@ class DifferentialStream(IterationStream):
         """What takes gradients on a device, if records are closed beside training."""
         if self.device is not None and self.defers:
             narrowed = [name for name, each in expected.items() if each == "BF16" and self.masters[name].dtype == "F32"]
-            kept: dict[str, int] = {}
-            if gpu_feedback and block_codec(self.encoder.codec) is not None:
+            codec_there, room, kept = self.encoder.codec, self.room, dict[str, int]()
+            if gpu_feedback:
                 kept = self.encoder.give_up_residuals(
-                    [name for name, each in provider.masters().items() if self.device.holds(each)]
+                    name
+                    for name, each in provider.masters().items()
+                    if keeps_residual(self.device, codec_there, each, gpu_staging_bytes)
                 )
-            codec_there, room = self.encoder.codec, self.room
             self.on_device = OnDevice(self.device, codec_there, room, gpu_staging_bytes, narrowed, kept, self.gate)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
@@ -478,31 +400,6 @@ class DifferentialStream(IterationStream):
             record_nbytes = RECORD_SPARE_BYTES + max(usual, round_up(self.record_nbytes))
         sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes, self._audit_nbytes]
         return header_beside(buffers) + sum(map(round_up, sizes))
-
-
-def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
-    """The versions in a shard, oldest first. Errors: ``Corruption`` if a checksum or the layout is wrong."""
-    found: list[Differential] = []
-    for version in shard.metadata.key.versions:
-        try:
-            record: Any = shard.object(record_name(version))
-            host_state: Any = shard.object(host_name(version))
-            Doubts.of(host_state)
-            if not isinstance(record["skipped"], bool):
-                raise ValueError("whether the step was skipped")
-            found.append(
-                Differential(
-                    version=version,
-                    skipped=record["skipped"],
-                    hyperparameters=list(record["hyperparameters"]),
-                    host_state=host_state,
-                    _encodings=dict(record["gradients"]),
-                    _shard=shard,
-                )
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
-    return found
 
 
 @lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from tiercheck.errors import Corruption, Mismatch
 from tiercheck.format.container import TensorSpec
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.records.base import BaseState
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.tensors.as_bytes import DTYPES
 from tiercheck.streams.tensors.provider import Form, Identity, StateProvider, extras_of, forms_of, shown_form
 from tiercheck.streams.tensors.stage import NORMS

@@ -23,7 +23,7 @@ import torch
 from tiercheck.errors import Corruption
 from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.runtime.runtime import Scheduler
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import is_kernel_ready, kernel_for
 from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run, wide

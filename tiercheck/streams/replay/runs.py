@@ -26,7 +26,7 @@ from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.codecs import Encoding, codec_of
 from tiercheck.streams.errors import Undecodable
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.tensors.as_bytes import tensor_of
 

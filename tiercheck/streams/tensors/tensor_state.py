@@ -18,8 +18,8 @@ from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.gradients.encoder import forget_sent
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
-from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
+from tiercheck.streams.records.recorded import Differential, read_differentials
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, advanced
 from tiercheck.streams.records.stream_factory import kernels_used, stream_of
 from tiercheck.streams.replay.fidelity import reached

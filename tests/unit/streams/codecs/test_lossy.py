@@ -9,7 +9,6 @@ from tests.encoding import encode, gradient, hold, raw, read, round_trip
 from tiercheck import kernels
 from tiercheck.errors import Corruption
 from tiercheck.streams.codecs import FLOATS, codec, decode
-from tiercheck.streams.codecs.sparse import largest_of
 
 
 class TestInt8:
@@ -165,9 +164,9 @@ class TestSparse:
 
     def test_the_largest_of_equal_ones_are_the_first(self) -> None:
         survivors = np.array([1, -2, 2, np.nan, 2, 0.5, -2, np.inf], np.float32)
-        assert largest_of(survivors, 4).tolist() == [1, 2, 3, 7]
-        assert largest_of(survivors, 8).tolist() == list(range(8))
-        assert largest_of(survivors, 1).tolist() == [3]
+        assert kernels.largest_of(survivors, 4).tolist() == [1, 2, 3, 7]
+        assert kernels.largest_of(survivors, 8).tolist() == list(range(8))
+        assert kernels.largest_of(survivors, 1).tolist() == [3]
 
 
 class TestAdaptive:

@@ -25,12 +25,14 @@ from tiercheck.streams.gradients import device as device_gradients
 from tiercheck.streams.gradients import staged
 from tiercheck.streams.gradients.encoder import scratch
 from tiercheck.streams.records import iteration
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 
 SEEDS = range(25)
 SHAPES = {"one": (7, 9), "two": (2300,), "three": (1,), "none": (0,)}
 FED_BACK = ["int8+feedback", "nf4+feedback", "onebit+feedback"]
+SPARSE = ["sparse?ratio=0.1", "sparse+feedback?ratio=0.1"]
 CODECS = ["exact", "int8", "nf4", "onebit", "sparse", "exact+entropy", *FED_BACK]
 
 
@@ -418,13 +420,59 @@ def test_what_is_sent_beside_the_gradients_leaves_copies_time_to_wait(monkeypatc
     assert sent == [True] * 3, "the gradients, their scale, and a buffer"
 
 
-@pytest.mark.parametrize("codec", FED_BACK)
+@pytest.mark.parametrize("codec", [*FED_BACK, SPARSE[-1]])
 @pytest.mark.parametrize("gpu_feedback", [True, False])
 @pytest.mark.parametrize("pins", [True, False])
 def test_what_is_fed_back_begins_anew_with_a_base(codec: str, gpu_feedback: bool, pins: bool) -> None:
+    options = {"gpu_feedback": gpu_feedback, "gpu_staging_bytes": 1 << 20}
     for seed in range(4):
         device = Reordering(seed, pins=pins)
-        records(device, codec=codec, base_after=1 + seed % 2, parts=1 + seed % 2, gpu_feedback=gpu_feedback)
+        records(device, codec=codec, base_after=1 + seed % 2, parts=1 + seed % 2, **options)
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("kind", [Rough, Spoiled, Waits], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_a_device_chooses_the_elements_that_the_host_would(
+    codec: str, kind: type[DeviceState], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    compact = Reordering.compact
+    monkeypatch.setattr(Reordering, "compact", lambda *given: chosen.append(given[1].numel()) or compact(*given))
+    for seed in range(4):
+        chosen.clear()
+        device = Reordering(seed, pins=seed % 2 > 0)
+        records(device, codec=codec, kind=kind, dtype=dtype, parts=1 + seed % 3, gpu_staging_bytes=1 << 20)
+        assert sorted(chosen) == sorted([math.prod(shape) for shape in SHAPES.values() if math.prod(shape)] * 3)
+
+
+def test_a_device_leaves_to_the_host_what_its_ring_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    compact = Reordering.compact
+    monkeypatch.setattr(Reordering, "compact", lambda *given: chosen.append(given[1].numel()) or compact(*given))
+    for codec in SPARSE:
+        chosen.clear()
+        records(Reordering(0), codec=codec, shapes={"long": (9001,), "short": (67,)}, gpu_staging_bytes=900)
+        assert chosen == [67] * 3
+
+
+def test_what_a_device_chooses_goes_on_in_longer_memory() -> None:
+    device = Reordering(0)
+    state = Values(device, shapes=SHAPES)
+    stream = DifferentialStream(state, SPARSE[0], 1, device=device, gpu_staging_bytes=1 << 20)
+    training = device.side("training")
+    with device.on(training):
+        stream.mark_stepped()
+        gradients = state.backward()
+        true = state.true_gradients(1)
+        record: Any = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(4096)))
+        add(stream, record, gradients)
+        state.step()
+        stream.mark_stepped()
+        state.forward()
+        assert closed(device, stream, record, record.ended(skipped=False), 1, SPARSE[0], true, {})
+        assert len(record.given) > 4096
+    device.finish()
 
 
 @pytest.mark.parametrize(
@@ -435,9 +483,10 @@ def test_what_is_fed_back_begins_anew_with_a_base(codec: str, gpu_feedback: bool
         {"kind": ExpectsScaled},
         {"codec": "nf4"},
         {"codec": "nf4+feedback"},
+        {"codec": SPARSE[-1], "gpu_staging_bytes": 1 << 20},
         {"kind": Waits, "gpu_staging_bytes": 5 * 4096},
     ],
-    ids=["direct", "by host", "narrowed", "nf4", "feedback", "waits"],
+    ids=["direct", "by host", "narrowed", "nf4", "feedback", "compacted", "waits"],
 )
 def test_every_wait_of_a_record_is_needed(options: dict[str, Any]) -> None:
     assert uncovered(partial(records, **options), range(30)) == []
@@ -482,7 +531,7 @@ def test_the_ring_takes_a_share_of_the_device_if_nothing_is_said(monkeypatch: py
 def test_the_ring_holds_what_the_host_encodes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 64 << 10)
     state = Values(Reordering(0), shapes={"long": (1 << 20,)})
-    for codec in ("exact", "sparse?ratio=0.001"):
+    for codec in ("exact", "adaptive"):
         common = DifferentialStream(state, codec, 1, device=state.device, gpu_staging_bytes=1 << 30).on_device
         assert common is not None
         assert common.ring.nbytes >= 4 << 20, codec

@@ -22,7 +22,7 @@ from tiercheck.streams.device import reading
 from tiercheck.streams.gradients import staged
 from tiercheck.streams.records import iteration
 from tiercheck.streams.records.base import read_base
-from tiercheck.streams.records.differential import read_differentials
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.tiers.shm.namespaces import remove_namespace
 

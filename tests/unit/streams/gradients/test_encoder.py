@@ -24,7 +24,8 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec_names
 from tiercheck.streams.gradients import encoder
 from tiercheck.streams.gradients.encoder import forget_sent
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 

@@ -17,7 +17,8 @@ from tiercheck.format.container import ShardWriter, parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.streams.gradients import gathered, pieces
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.recorded import read_differentials
 
 SMALL: list[tuple[int, ...]] = [(3,), (), (0,), (64, 32), (7, 5), (1,), (419,)]
 SHAPES = [*SMALL, (300, 300), (1200, 1000), (2, 0, 3), (33,)]

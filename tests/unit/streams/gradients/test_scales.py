@@ -20,7 +20,8 @@ from tiercheck.streams.codecs.exact import SCALE
 from tiercheck.streams.gradients import gathered
 from tiercheck.streams.gradients.encoder import Written
 from tiercheck.streams.gradients.scales import WAIT_MAX, Scales, candidates, scale_of
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.types import Fidelity
 
 SHAPES = [(300, 70), (9,), (), (0,), (64, 64), (5, 3)]

@@ -24,9 +24,10 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.streams.codecs import decode
-from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+from tiercheck.streams.records.differential import DifferentialStream
 from tiercheck.streams.records.merge import as_stored, merge
 from tiercheck.streams.records.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
+from tiercheck.streams.records.recorded import read_differentials
 from tiercheck.streams.records.reencode import reencoded
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity

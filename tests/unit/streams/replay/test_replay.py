@@ -17,7 +17,7 @@ from tests.replaying import one_by_one, replayed_runs
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.streams.optimizers import replay as optimizers_replay
-from tiercheck.streams.records.differential import Differential
+from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import InPlace, kernel_for
