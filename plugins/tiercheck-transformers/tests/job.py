@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -67,6 +67,16 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same, of a length that nobody is told."""
+
+    def __init__(self, lines: int, seed: int) -> None:
+        self.tokens = Tokens(lines, seed)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.tokens[index] for index in range(len(self.tokens)))
+
+
 class Dies(TrainerCallback):
     """Kills the process when this event comes and so many steps are done."""
 
@@ -90,6 +100,8 @@ class Job:
     callbacks: Sequence[Callable[[], TrainerCallback]] = ()
     hierarchy: bool = True
     begins: Path | None = None
+    data: Callable[[int, int], torch.utils.data.Dataset[Any]] = Tokens
+    lines: int = 44
 
     @property
     def tiers(self) -> tuple[str, str]:
@@ -145,7 +157,7 @@ class Job:
         return Trainer(
             model=model,
             args=TrainingArguments(output_dir=str(self.folder / name), **{**ARGUMENTS, **self.arguments}),
-            train_dataset=Tokens(44, 1),
+            train_dataset=self.data(self.lines, 1),
             eval_dataset=Tokens(8, 2),
             callbacks=[make() for make in self.callbacks],
         )

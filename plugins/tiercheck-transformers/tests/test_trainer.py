@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job import KILLED, Job
+from job import KILLED, Job, Stream
 from tiercheck_transformers import attach
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -137,6 +140,129 @@ def test_a_checkpoint_of_the_trainer_s_own_that_is_newer_than_the_newest_version
     assert replace(saving, begins=job.folder / "killed" / "checkpoint-6").live("killed") == [0]
     (killed,), (bare,) = saving.end("killed"), saving.end("bare")
     assert killed.pop("recovered") == [5, "exact"]
+    assert killed == bare
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("lines", [16, 20])
+def test_data_that_ends_before_the_steps_do(job: Job, accumulated: int, lines: int) -> None:
+    """The Trainer asks for more batches than there are in an epoch."""
+    arguments = {"max_steps": 14, "gradient_accumulation_steps": accumulated}
+    updates = lines // 4 // accumulated
+    check(
+        replace(job, data=Stream, lines=lines, arguments=arguments),
+        ("on_step_begin", updates),
+        ("on_epoch_begin", 2 * updates),
+    )
+
+
+class Chooses(TrainerCallback):
+    """Draws for each epoch, and what it has drawn counts."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.chosen = float(torch.rand(()))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for each in kwargs["model"].parameters():
+            each.grad.mul_(self.chosen)
+
+
+def test_callbacks_that_draw_for_each_epoch(job: Job) -> None:
+    chooses = replace(job, callbacks=[Chooses], arguments={"eval_strategy": "no"})
+    check(chooses, ("on_step_begin", 1), ("on_step_begin", 6), ("on_step_end", 9), ("on_epoch_begin", 12))
+
+
+@pytest.mark.parametrize("dies", [("on_step_begin", 0), ("on_save", 1)], ids=["before a step", "while saving"])
+def test_a_version_zero_begins_where_it_was_saved(job: Job, dies: tuple[str, int]) -> None:
+    """It is not where a checkpoint of the Trainer's own that is newer goes on."""
+    saving = replace(job, arguments={"save_strategy": "steps", "save_steps": 1})
+    assert saving.live("bare", attached=False) == [0]
+    assert KILLED in saving.live("killed", dies)
+    if dies[1] == 0:  # goes on for a while without TierCheck
+        assert KILLED in saving.live("killed", ("on_step_end", 9), attached=False)
+    newest = max((job.folder / "killed").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    assert replace(saving, begins=newest).live("killed") == [0]
+    (killed,), (bare,) = saving.end("killed"), saving.end("bare")
+    assert killed.pop("recovered") == [0, "exact"]
+    assert killed == bare
+
+
+def test_a_version_zero_of_a_job_that_began_from_a_checkpoint_goes_on_there(job: Job) -> None:
+    """Also if the next start names no checkpoint."""
+    saving = replace(job, arguments={"save_steps": 4, "save_strategy": "steps", "max_steps": 4})
+    assert saving.live("before", attached=False) == [0]
+    began = replace(job, begins=job.folder / "before" / "checkpoint-4")
+    assert began.live("bare", attached=False) == [0]
+    assert KILLED in began.live("killed", ("on_step_begin", 4))
+    assert replace(began, begins=None).live("killed") == [0]
+    (killed,), (bare,) = began.end("killed"), began.end("bare")
+    assert killed.pop("recovered") == [0, "exact"]
+    assert killed == bare
+
+
+class TakesNote(TrainerCallback):
+    """Of the samples that were trained in each epoch, in a file that each start continues."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, rank = kwargs["model"], os.environ.get("RANK", "0")
+        model.register_forward_pre_hook(partial(self.note, rank, state), with_kwargs=True)
+
+    def note(self, rank: str, state: Any, model: Any, args: Any, kwargs: Any) -> None:
+        with (self.folder / f"trained-{rank}").open("a") as file:
+            for line in kwargs["input_ids"].tolist():
+                file.write(json.dumps([state.global_step, line]) + "\n")
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_other_ranks_train_each_sample_of_an_epoch_once(job: Job, ranks: tuple[int, int]) -> None:
+    """With two updates of 16 samples, or four of 8, behind it."""
+    arguments = {"eval_strategy": "no", "num_train_epochs": 2}
+    noting = replace(job, lines=48, arguments=arguments, callbacks=[lambda: TakesNote(job.folder)], ranks=ranks[0])
+    updates = 4 // ranks[0]
+    assert KILLED in noting.live("killed", ("on_step_begin", updates))
+    before = trained(job.folder, range(updates))
+    assert len(before) == 32
+    others = replace(noting, ranks=ranks[1])
+    assert KILLED in others.live("killed", ("on_step_begin", updates + 2))
+    after = trained(job.folder, range(updates, updates + 2))
+    assert others.live("killed") == [0] * ranks[1]
+    after += trained(job.folder, range(updates + 2, 100))
+    assert len(set(before + after[:16])) == 48, "the first epoch's"
+    assert len(set(after[16:])) == len(after[16:]) == 48, "the second one's"
+
+
+def trained(folder: Path, steps: range) -> list[str]:
+    """The samples of these steps, in order. Forgets what it was told so far."""
+    noted: list[tuple[int, list[int]]] = []
+    for path in folder.glob("trained-*"):
+        noted += [json.loads(line) for line in path.read_text().splitlines()]
+        path.unlink()
+    return [str(tokens) for step, tokens in sorted(noted, key=lambda each: each[0]) if step in steps]
+
+
+class Stops(TrainerCallback):
+    """As a time limit does, or a signal: at this step of the first start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.once = folder / "stopped"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 8 and not self.once.exists():
+            self.once.touch()
+            control.should_training_stop = True
+
+
+def test_a_job_that_a_time_limit_has_stopped_goes_on(job: Job) -> None:
+    assert job.live("bare", attached=False) == [0]
+    stopping = replace(job, callbacks=[lambda: Stops(job.folder)])
+    assert stopping.live("killed") == [0]
+    assert stopping.end("killed")[0]["step"] == 8
+    assert stopping.live("killed") == [0]
+    (killed,), (bare,) = job.end("killed"), job.end("bare")
+    assert killed.pop("recovered") == [8, "exact"]
     assert killed == bare
 
 

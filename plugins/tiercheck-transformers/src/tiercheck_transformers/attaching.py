@@ -10,6 +10,7 @@ and saving.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
@@ -24,14 +25,19 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach as attach_model
 from tiercheck.policy.policies import Policies
 from tiercheck.streams.loading import Loading
-from tiercheck.streams.tensors.generators import random_state, restore_random_state
+from tiercheck.streams.tensors.generators import differing, random_state, restore_random_state
 from tiercheck_transformers.progress import Progress
 
 __all__ = ["Attached", "attach"]
 
+log = logging.getLogger(__name__)
+
 PROGRESS = "trainer"
-SKIPPED = {"model", "epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint"}
-"""Arguments of ``Trainer._run_epoch`` that a resumed epoch needs."""
+NEEDED = {
+    "_run_epoch": {"model", "epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint"},
+    "_init_training_state": {"max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"},
+}
+"""Methods of a Trainer that are not public, and arguments of theirs that a resumed job needs."""
 REFUSED = {
     "auto_find_batch_size": "it begins anew with other batches within one call of train()",
     "dataloader_persistent_workers": "its loaders draw from torch's generator once in a process, not once in an epoch",
@@ -62,11 +68,11 @@ def attach(
     Errors: ``UnsupportedSetup`` for another version of transformers than this was made for, and for arguments of the
     training with which a resumed job cannot be the same; what the integrations raise comes from ``trainer.train()``.
     """
-    parameters = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
-    if not parameters.keys() >= SKIPPED:
-        raise UnsupportedSetup(
-            "this transformers has no Trainer._run_epoch as of 5.24: pip install 'transformers>=5.24,<6'"
-        )
+    for method, needed in NEEDED.items():
+        if not inspect.signature(getattr(trainer, method, lambda: None)).parameters.keys() >= needed:
+            raise UnsupportedSetup(
+                f"this transformers has no Trainer.{method} as of 5.24: pip install 'transformers>=5.24,<6'"
+            )
     for name, why in REFUSED.items():
         if getattr(trainer.args, name):
             raise UnsupportedSetup(f"{name}={getattr(trainer.args, name)!r} among the training's arguments: {why}")
@@ -83,6 +89,18 @@ def attach(
         raise ConfigurationError("attach needs a hierarchy; only a DeepSpeed JSON can name the tiers instead")
     options = {"config": config, "policies": policies, "version": version, "generation": generation}
     return Attached(trainer, hierarchy, stateful, {**options, "fresh": fresh, "loading": loading})
+
+
+class BeforeOthers(TrainerCallback):
+    """The first of a Trainer's callbacks."""
+
+    def __init__(self, tell_of_epoch: Callable[[], None]) -> None:
+        self._tell_of_epoch = tell_of_epoch
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell_of_epoch()
 
 
 class Attached(TrainerCallback):
@@ -108,9 +126,17 @@ class Attached(TrainerCallback):
         self._first_epoch: Callable[[], None] = nothing
         self._first_step: Callable[[], None] = nothing
         """What puts the random generators back when the first epoch that is trained, and its first step, begin."""
+        self._told: dict[str, Any] = {}
+        """The generators before callbacks were told of the epoch."""
+        self._updates_of_epoch = 0
+        self._epoch_is_over = False
+        """The last of its batches have come: its end is the end of the iteration as well."""
+        self._before_others = BeforeOthers(self._tell_of_epoch)
         trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self._before_others)
         self._unwrap = [
             wrap(trainer, "train", self._train),
+            wrap(trainer, "_init_training_state", self._begin),
             wrap(trainer, "_run_epoch", self._run_epoch),
             wrap(trainer, "get_batch_samples", self._next_batches),
         ]
@@ -132,21 +158,71 @@ class Attached(TrainerCallback):
             self._detach()
         return output
 
+    def _begin(self, begin: Callable[..., tuple[int, int]], *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """``Trainer._init_training_state``: where the Trainer itself begins, perhaps with a checkpoint of its own."""
+        given = inspect.signature(begin).bind(*args, **kwargs).arguments
+        self._updates_of_epoch = given["num_update_steps_per_epoch"]
+        epoch, batches = begin(*args, **kwargs)
+        progress = self._progress
+        progress.epoch, progress.updates = epoch, batches // self._trainer.args.gradient_accumulation_steps
+        progress.began_from = given["resume_from_checkpoint"] if epoch or batches else None
+        return epoch, batches
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The model is wrapped, and the optimizer and the scheduler are made: restore them."""
         self.checkpointer = self._attach()
-        if (recovery := self.checkpointer.recovery) is None or recovery.version == 0:
+        if (recovery := self.checkpointer.recovery) is None:
             return
         self._resumes = True
+        self._convert_updates(state)
+        if recovery.version == 0:  # what draws until the first epoch begins has drawn then, too
+            return
+        self._progress.began_from = None
         # Evaluating at the start draws, and so do other callbacks.
         self._first_epoch = partial(restore_random_state, random_state())
         if recovery.version == 1 and self._progress.updates:
             # A run's first version does not know whether its loop draws between two iterations. This one does not: if
             # something has drawn when the step begins, it is the loader, which only this process begins here.
             self._first_step = self._first_epoch
-        control.should_training_stop = self._progress.stopped or state.global_step >= state.max_steps
+        if self._progress.has_stopped_early or state.global_step >= state.max_steps:
+            control.should_training_stop = True
+            why = "an EarlyStoppingCallback has stopped it" if self._progress.has_stopped_early else "that is all"
+            log.warning("nothing is left to train: step %d of %d is made, %s", state.global_step, state.max_steps, why)
+
+    def _convert_updates(self, state: TrainerState) -> None:
+        """Another number of ranks, or another batch: the samples that the epoch has behind it are as many updates."""
+        progress, trainer = self._progress, self._trainer
+        before, now = progress.samples, progress.samples_now
+        passed = progress.updates * before
+        if before != now:
+            progress.updates = passed // now
+            progress.ahead = state.global_step - progress.epoch * self._updates_of_epoch - progress.updates
+        if trainer.args.max_steps <= 0:  # the epochs say how long it trains, and the Trainer has counted their updates
+            state.max_steps += progress.ahead
+        if before == now or not trainer.is_world_process_zero():
+            return
+        log.warning(
+            "an update takes %d samples, and took %d before: the %d samples that epoch %d has behind it are passed "
+            "over, %d of them are trained again, and the job ends after step %d. The learning rates of a schedule are "
+            "those of this start",
+            now,
+            before,
+            passed,
+            progress.epoch,
+            passed % now,
+            state.max_steps,
+        )
+
+    def _tell_of_epoch(self) -> None:
+        """Before any callback is told that an epoch begins. In a resumed one, whatever they draw is drawn again."""
+        progress = self._progress
+        if self._resumes and progress.told is not None:
+            restore_random_state(progress.told)
+        elif self._resumes and not progress.updates:
+            self._first_epoch()
+        self._told = random_state()
 
     def _run_epoch(self, run_epoch: Callable[..., None], **kwargs: Any) -> None:
         """``Trainer._run_epoch``: pass over what the restored version has behind it. If the Trainer begins later, with
@@ -164,7 +240,11 @@ class Attached(TrainerCallback):
 
     def _run(self, run_epoch: Callable[..., None], kwargs: dict[str, Any]) -> None:
         progress, trainer = self._progress, self._trainer
-        self._first_epoch()
+        self._epoch_is_over = False
+        if not (self._resumes and progress.updates):  # in the middle of an epoch nobody has drawn for the next one
+            progress.told = self._told if differing(self._told, random_state()) else None
+        if progress.updates or not self._resumes:  # else they were put back before callbacks were told
+            self._first_epoch()
         self._first_epoch = nothing
         if self._resumes:
             self._resumes, self._resumed = False, True
@@ -173,19 +253,16 @@ class Attached(TrainerCallback):
                 restore_random_state(progress.begun)
             kwargs |= {"epochs_trained": progress.epoch, "steps_trained_in_current_epoch": passed}
             # Any path has the Trainer pass over the batches. It looks for random states there, and finds none.
-            kwargs["resume_from_checkpoint"] = os.devnull if passed else None
+            kwargs["resume_from_checkpoint"] = progress.began_from or (os.devnull if passed else None)
         elif self._resumed:
             kwargs["resume_from_checkpoint"] = None
-        elif (
-            kwargs["epoch"] == kwargs["epochs_trained"]
-        ):  # of a checkpoint of the Trainer's own, which the job began from
-            progress.updates = kwargs["steps_trained_in_current_epoch"] // trainer.args.gradient_accumulation_steps
         progress.epoch = kwargs["epoch"]
         progress.begun = random_state() if draws_its_order(trainer) else None
         run_epoch(**kwargs)
         midway = trainer.control.should_training_stop and progress.updates < kwargs["num_update_steps_per_epoch"]
         if not midway:
             progress.epoch, progress.updates = progress.epoch + 1, 0
+            progress.told = progress.begun = None
         if self.checkpointer is not None:
             self.checkpointer.end_iteration(ends_epoch=not midway)
 
@@ -198,11 +275,17 @@ class Attached(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._progress.updates += 1
 
-    def _next_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.get_batch_samples``: the iteration before is over, with what was logged and evaluated behind it."""
-        if self.checkpointer is not None:
+    def _next_batches(
+        self, get_batch_samples: Callable[..., Any], epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """``Trainer.get_batch_samples``: the iteration before is over, with what was logged and evaluated behind it.
+        The Trainer asks for more behind the last of an epoch if the data has no length."""
+        if self.checkpointer is not None and not self._epoch_is_over:
             self.checkpointer.end_iteration()
-        return get_batch_samples(*args, **kwargs)
+        batches, items = get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+        is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
+        self._epoch_is_over = is_last or len(batches) < num_batches
+        return batches, items
 
     def _attach(self) -> Checkpointer:
         trainer = self._trainer
@@ -230,7 +313,8 @@ class Attached(TrainerCallback):
         )
 
     def _detach(self) -> None:
-        self._trainer.remove_callback(self)
+        for each in (self, self._before_others):
+            self._trainer.remove_callback(each)
         for unwrap in reversed(self._unwrap):
             unwrap()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState
 
 __all__ = ["Progress"]
@@ -37,10 +37,17 @@ class Progress:
         self._trainer = trainer
         self.epoch = 0
         self.updates = 0
+        self.began_from: str | None = None
+        """The checkpoint of the Trainer's own that the job began from: it holds the random states of its first step."""
+        self.told: dict[str, Any] | None = None
+        """The random generators before callbacks were told of the epoch, if any of those have used them."""
         self.begun: dict[str, Any] | None = None
         """The random generators as the epoch began, if its order of samples was drawn from them."""
-        self.stopped = False
-        """Something other than the number of steps has ended the training, such as an ``EarlyStoppingCallback``."""
+        self.samples = self.samples_now
+        """Of an update, on all ranks. As restored: those of the start before."""
+        self.ahead = 0
+        """So many steps more were made than there are updates behind this place in the data, since an update was
+        shorter before. Negative: fewer."""
         self._log = ""
         """The Trainer's log as text, an entry a line. Each version holds all of it, and packs one string in no time."""
         self._entries = 0
@@ -51,20 +58,24 @@ class Progress:
         return {
             "epoch": self.epoch,
             "updates": self.updates,
-            "stopped": self.stopped or (trainer.control.should_training_stop and state.global_step < state.max_steps),
+            "samples": self.samples_now,
+            "ahead": self.ahead,
+            "began_from": self.began_from,
             "counted": {name: getattr(state, name) for name in COUNTED},
             "log": self._logged(),
             "callbacks": {name: dict(each.state().get("attributes", {})) for name, each in self._callbacks()},
             "loss": float(trainer._tr_loss),
             "logged": trainer._globalstep_last_logged,
             "flos": trainer.current_flos,
+            **({} if self.told is None else {"told": self.told}),
             **({} if self.begun is None else {"begun": self.begun}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer, state = self._trainer, self._trainer.state
-        self.epoch, self.updates, self.stopped = saved["epoch"], saved["updates"], saved["stopped"]
-        self.begun = saved.get("begun")
+        self.epoch, self.updates = saved["epoch"], saved["updates"]
+        self.samples, self.ahead = saved.get("samples", self.samples), saved.get("ahead", 0)
+        self.began_from, self.told, self.begun = (saved.get(name) for name in ("began_from", "told", "begun"))
         for name, value in saved["counted"].items():
             setattr(state, name, value)
         self._log = saved["log"]
@@ -82,6 +93,20 @@ class Progress:
         trainer._total_loss_scalar = -saved["loss"]
         trainer._initial_global_step = state.global_step
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+
+    @property
+    def samples_now(self) -> int:
+        return int(self._trainer.get_total_train_batch_size(self._trainer.args))
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether an ``EarlyStoppingCallback`` has ended the training. What else may do so (a signal, a time limit) is
+        of one start, and the next one goes on."""
+        return any(
+            each.early_stopping_patience_counter >= each.early_stopping_patience
+            for each in self._trainer.callback_handler.callbacks
+            if isinstance(each, EarlyStoppingCallback)
+        )
 
     def _logged(self) -> str:
         for entry in self._trainer.state.log_history[self._entries :]:
