@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -22,9 +25,13 @@ from tiercheck.errors import ConfigurationError, JobConflict
 
 __all__ = ["ProcessLock", "holder_of"]
 
+log = logging.getLogger(__name__)
+
 SHARED_MEMORY = Path("/dev/shm")
 DIRECTORIES = ("nvme", "lustre")
 """What is a directory, by either name."""
+ANSWER_S = 5.0
+"""For so long a file system is asked where a path leads."""
 
 
 class ProcessLock:
@@ -134,7 +141,26 @@ def _place(url: str) -> str:
     scheme, authority, path, *_ = urlsplit(url)
     if authority:
         return f"{scheme}://{authority}{path.rstrip('/')}"
-    return f"{'nvme' if scheme in DIRECTORIES else scheme}://{os.path.realpath(unquote(path))}"
+    return f"{'nvme' if scheme in DIRECTORIES else scheme}://{_without_links(unquote(path))}"
+
+
+def _without_links(path: str) -> str:
+    """The path that leads there without a link; the path itself if the file system does not answer: a job resumes from
+    memory then."""
+    answer: Future[str] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(os.path.realpath(path))
+        except OSError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="tiercheck path", daemon=True).start()  # it may hang for good
+    try:
+        return answer.result(ANSWER_S)
+    except TimeoutError:
+        log.warning("%s does not answer: this job's lock on it has its name as it is given", path)
+        return os.path.normpath(path)
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()

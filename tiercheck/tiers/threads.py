@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeVar
+
+from tiercheck.runtime.daemon_threads import DaemonThreads
 
 __all__ = ["Threads"]
 
 T = TypeVar("T")
+
+ENDING_S = 5.0
+"""For so long threads are waited for that are at work when all are to end: one that hangs is left to itself."""
 
 
 class Threads:
@@ -18,7 +24,7 @@ class Threads:
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self._name = name
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: DaemonThreads | None = None
         self._lock = threading.Lock()
 
     def share(self, pieces: Sequence[T], work: Callable[[T], None]) -> None:
@@ -55,10 +61,12 @@ class Threads:
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown()
+            pool.end()
+            with suppress(TimeoutError):
+                pool.ended.result(ENDING_S)
 
-    def _helpers(self) -> ThreadPoolExecutor:
+    def _helpers(self) -> DaemonThreads:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix=self._name)
+                self._pool = DaemonThreads(self.count - 1, self._name)
             return self._pool

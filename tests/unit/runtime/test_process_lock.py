@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -125,3 +126,20 @@ def test_without_a_place_for_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(ConfigurationError, match=r"is locked by a file in .*/file, which failed: .* can write to"):
         ProcessLock([url], 0)
+
+
+def test_a_file_system_that_does_not_answer_holds_up_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It resumes from memory: a lock is named by the path as it is given then."""
+    leave = threading.Event()
+    monkeypatch.setattr(process_lock, "ANSWER_S", 0.05)
+    monkeypatch.setattr("os.path.realpath", lambda path: leave.wait(30) and path)
+    try:
+        lock = ProcessLock([f"nvme://{tmp_path}/run/"], 0)
+        assert f"{tmp_path}/run/ does not answer" in caplog.text
+        with pytest.raises(JobConflict, match="this process is using"):
+            ProcessLock([f"nvme://{tmp_path}/./run"], 0)
+        lock.release()
+    finally:
+        leave.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import DaemonThreads, Future, wait
 from unittest import mock
 
 import pytest
@@ -42,7 +42,7 @@ def test_as_many_at_once_as_there_are_threads_and_the_callers_is_one(threads: Th
 
 
 def test_one_thread_makes_no_others() -> None:
-    with mock.patch.object(ThreadPoolExecutor, "submit", side_effect=AssertionError):
+    with mock.patch.object(DaemonThreads, "submit", side_effect=AssertionError):
         done: list[str] = []
         Threads(1, "test").share("abc", done.append)
         assert done == ["a", "b", "c"]
@@ -90,9 +90,9 @@ def test_the_error_of_another_thread_is_the_callers(threads: Threads) -> None:
 
 def test_where_another_thread_cannot_be_made_the_first_is_waited_for(threads: Threads) -> None:
     at_work, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    submit, calls = ThreadPoolExecutor.submit, [0]
+    submit, calls = DaemonThreads.submit, [0]
 
-    def fails_the_second_time(pool: ThreadPoolExecutor, task: object) -> object:
+    def fails_the_second_time(pool: DaemonThreads, task: object) -> object:
         calls[0] += 1
         if calls[0] == 2:
             assert at_work.wait(WAIT_S)
@@ -107,7 +107,7 @@ def test_where_another_thread_cannot_be_made_the_first_is_waited_for(threads: Th
             ended.set()
 
     with (
-        mock.patch.object(ThreadPoolExecutor, "submit", fails_the_second_time),
+        mock.patch.object(DaemonThreads, "submit", fails_the_second_time),
         pytest.raises(RuntimeError, match="can't start"),
     ):
         threads.share(range(9), work)

@@ -107,7 +107,8 @@ class CudaStream:
         self._stream.wait_event(event.event)
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        # A thread's first device is GPU 0. To go back to it from the stream alone would make a context there.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), torch.no_grad():
             work()
 
 

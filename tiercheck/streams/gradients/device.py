@@ -37,7 +37,7 @@ from tiercheck.streams.gradients.pieces import checksums_of, hash_all
 from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.gradients.routes import parts_of
 from tiercheck.streams.gradients.scales import Scale
-from tiercheck.streams.gradients.staged import CHUNKS_MIN, HostMemory, Ring, Sending, Staged, evict
+from tiercheck.streams.gradients.staged import CHUNKS_MIN, HostMemory, Ring, Sending, Staged, evict, nbytes_beside
 from tiercheck.streams.records.record_names import gradient_name, stamp
 from tiercheck.streams.tensors.as_bytes import NAMES
 from tiercheck.types import bytes_text
@@ -293,22 +293,26 @@ class DeviceGradients:
             raise CapacityExceeded(f"the gradients would end at byte {end} of the record, behind byte {nbytes_most}")
         if common.gate is not None:
             common.gate.close()
-        host = self._staged.target(arrangement.nbytes)
+        # All memory first: what was placed in the record cannot be taken back.
+        host, few = self._staged.target(arrangement.nbytes), arrangement.compacted
+        beside = None if few is None else self._staged.beside(few.nbytes)
         found = common.device.memory(FOUND_NBYTES, "for the scale of gradients") if arrangement.searched else None
         by_host = {name: gradients[name] for name in arrangement.by_host}
+        others = [*by_host.values(), *([] if found is None else [found])]
+        plain = self._staged.beside(nbytes_beside(others)) if others else None
         if arrangement.direct:
             sent = self._placed(self._writer, arrangement)
             self._sent.append(sent)
             self._staged.send(self._sending(arrangement, gradients, found), sent.begin, arrangement.nbytes, host)
             common.residuals.begun(self._bases_begun)
-        if (few := arrangement.compacted) is not None:
-            sending = self._compacting(few, gradients)
-            self._compacted.append((few, self._staged.send_beside(sending, few.nbytes)))
+        if few is not None and beside is not None:
+            self._staged.send_beside(self._compacting(few, gradients), beside)
+            self._compacted.append((few, beside))
             common.residuals.begun(self._bases_begun)
         if found is not None:
             by_host[self._sent[-1].scales] = found
         if by_host:
-            self._staged.send_to_host(by_host)
+            self._staged.send_to_host(by_host, plain)
         self.sent = self.sent.union(gradients)
 
     def _placed(self, writer: ShardWriter, arrangement: Arrangement) -> Sent:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from tiercheck.streams.gradients.compaction import Compaction
 from tiercheck.streams.gradients.routes import Chunk, Copy, Landing, Piece, Route, route_of
 from tiercheck.types import bytes_text
 
-__all__ = ["CHUNKS_MIN", "CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged", "evict"]
+__all__ = ["CHUNKS_MIN", "CHUNK_NBYTES", "Flight", "HostMemory", "Ring", "Sending", "Staged", "evict", "nbytes_beside"]
 
 log = logging.getLogger(__name__)
 
@@ -332,23 +332,27 @@ class Staged:
             self._due.append((target, start))
         self._flights.append(self._ring.send(sending, target))
 
-    def send_beside(self, sending: Sending, nbytes: int) -> torch.Tensor:
-        """Into so many bytes of pinned host memory, which are returned; they hold it when it has landed. Errors:
-        ``CapacityExceeded``."""
+    def beside(self, nbytes: int) -> torch.Tensor:
+        """So many bytes of pinned host memory, for what does not land in the record. Errors: ``CapacityExceeded``."""
         host = self._hosts.borrow(nbytes)
         self._borrowed.append(host)
-        self._flights.append(self._ring.send(sending, host))
         return host
 
-    def send_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """As they are, into pinned host memory. Errors: ``CapacityExceeded``."""
+    def send_beside(self, sending: Sending, host: torch.Tensor) -> None:
+        """Into memory of :meth:`beside`."""
+        self._flights.append(self._ring.send(sending, host))
+
+    def send_to_host(self, tensors: Mapping[str, torch.Tensor], host: torch.Tensor | None = None) -> None:
+        """As they are, into memory of :meth:`beside`: so much as :func:`nbytes_beside` says. Errors:
+        ``CapacityExceeded`` if none is given and there is none."""
+        host = self.beside(nbytes_beside(tensors.values())) if host is None else host
         starts: dict[str, int] = {}
         at = 0
         for name, tensor in tensors.items():
             starts[name] = at
             at += round_up(tensor.nbytes)
         route = self._ring.route_to_host(list(tensors.values()))
-        host = self.send_beside(Sending(route, list(tensors.values())), at)
+        self.send_beside(Sending(route, list(tensors.values())), host)
         for name, tensor in tensors.items():
             held = host[starts[name] : starts[name] + tensor.nbytes]
             self.host[name] = held.view(tensor.dtype).view(tensor.shape)
@@ -398,6 +402,11 @@ class HostMemory:
 
     def give_back(self, memory: torch.Tensor) -> None:
         self._free.append(memory)
+
+
+def nbytes_beside(tensors: Iterable[torch.Tensor]) -> int:
+    """Of tensors as they are, each on a line of its own."""
+    return sum(round_up(each.nbytes) for each in tensors)
 
 
 def whole(memory: memoryview) -> torch.Tensor:

@@ -12,12 +12,12 @@ import mmap
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.errors import Closed, Unsupported
+from tiercheck.runtime.daemon_threads import DaemonThreads
 from tiercheck.runtime.turns import turns_in_threads
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 THREADS = 4
 LIST_PAGE = 256
+ENDING_S = 5.0
+"""For so long a driver that closes waits for calls. A file system whose server is gone may never return from one."""
 COPIED_BYTES_MAX = 64 << 10
 """Less than this is read rather than mapped: it is faster, and holds no descriptor."""
 
@@ -56,7 +58,7 @@ class FileDriver(TierDriver):
         self._mount_point = mount
         self._url = url
         self._capabilities = capabilities
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: DaemonThreads | None = None
         self._doubts: tuple[str, ...] = ()
 
     @property
@@ -94,7 +96,7 @@ class FileDriver(TierDriver):
     async def _opened(self, prepare: Callable[[], None]) -> None:
         if self._threads is not None:
             raise RuntimeError(f"{self._url} is open already")
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"tiercheck {self._url}")
+        self._threads = DaemonThreads(THREADS, f"tiercheck {self._url}")
 
         def check_and_prepare(_: Callable[[], None]) -> None:
             if self._mount_point is not None:
@@ -112,8 +114,11 @@ class FileDriver(TierDriver):
 
     async def close(self) -> None:
         threads, self._threads = self._threads, None
-        if threads is not None:
-            await asyncio.to_thread(threads.shutdown)
+        if threads is None:
+            return
+        threads.end()
+        ended, _ = await asyncio.wait({asyncio.wrap_future(threads.ended)}, timeout=ENDING_S)
+        if ended:
             await asyncio.to_thread(self.directory.transfer.close)
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
@@ -258,8 +263,10 @@ class FileDriver(TierDriver):
                 self.directory.transfer.read(fd, wanted.start, part, check)
             return len(wanted)
         finally:
-            self.directory.unlock_object(fd)
-            close_read(fd)
+            try:
+                self.directory.unlock_object(fd)
+            finally:
+                close_read(fd)
 
 
 def fresh_memory(nbytes: int) -> memoryview:

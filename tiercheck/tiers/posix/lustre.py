@@ -15,7 +15,7 @@ from tiercheck.tiers.posix.directories.object_files import CONTROL, HOST
 from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
 from tiercheck.tiers.posix.directories.shared import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.posix.file_driver import FileDriver
-from tiercheck.tiers.posix.mounts import Mount, mount_of, mount_point_above, traits_of
+from tiercheck.tiers.posix.mounts import Mount, mount_by_name, mount_of, mount_point_above, traits_of
 from tiercheck.tiers.posix.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
 from tiercheck.tiers.posix.transfer import Blocks
 from tiercheck.tiers.url import TierURL, directory_of
@@ -64,7 +64,7 @@ class LustreDriver(FileDriver):
         mount: Path | None = None,
     ) -> None:
         root = directory_of("lustre", root)
-        self._mount = mount_of(root)
+        self._mount = mount_by_name(root)  # a guess, which opening corrects: nobody may hang here
         self.shared = directory_on(self._mount, root)
         conditional_put = self.shared.excludes_other_nodes
         super().__init__(

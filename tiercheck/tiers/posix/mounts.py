@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,17 @@ from pathlib import Path
 
 from tiercheck.errors import TierError
 
-__all__ = ["Mount", "Traits", "check_mounted", "is_local", "mount_of", "mount_point_above", "parse_mounts", "traits_of"]
+__all__ = [
+    "Mount",
+    "Traits",
+    "check_mounted",
+    "is_local",
+    "mount_by_name",
+    "mount_of",
+    "mount_point_above",
+    "parse_mounts",
+    "traits_of",
+]
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,16 @@ UNKNOWN = Mount(Path("/"), "unknown", frozenset())
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that ``path`` lies on, or will lie on once it is made."""
+    """The mount that ``path`` lies on, or will lie on once it is made. Asks the file system, which may hang."""
+    return mount_by_name(path.resolve())
+
+
+def mount_by_name(path: Path) -> Mount:
+    """The same of a path in which nothing is a link. Asks nobody but the kernel."""
     table = Path("/proc/self/mountinfo")
-    mounts = parse_mounts(table.read_text()) if table.exists() else []
-    real = path.resolve()
+    mounts = parse_mounts(os.fsdecode(table.read_bytes())) if table.exists() else []
     # Of mounts on one point the last hides the others.
-    above = [mount for mount in mounts if real.is_relative_to(mount.point)]
+    above = [mount for mount in mounts if path.is_relative_to(mount.point)]
     return max(enumerate(above), key=lambda item: (len(item[1].point.parts), item[0]), default=(0, UNKNOWN))[1]
 
 
@@ -96,9 +111,9 @@ def is_local(mount: Mount) -> bool:
 def parse_mounts(text: str) -> list[Mount]:
     """The lines of ``mountinfo``; see proc_pid_mountinfo(5)."""
     found = []
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):  # a name may have other characters that end a line
         left, _, right = line.partition(" - ")
-        point, options = left.split()[4:6]
+        point, options = left.split(" ")[4:6]
         kind, _, super_options = right.split(" ", 2)
         plain = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
         found.append(Mount(Path(plain), kind, frozenset(f"{options},{super_options}".split(","))))

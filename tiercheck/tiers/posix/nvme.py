@@ -117,14 +117,15 @@ class NvmeDriver(FileDriver):
             return "as the URL asks"
         if kind in IN_MEMORY:
             return f"{kind} has no O_DIRECT: it is memory"
-        temporary = self.directory.create_temporary(0, lambda: None)
         try:
-            obstacle = direct_obstacle(temporary.fd)
+            temporary = self.directory.create_temporary(0, lambda: None)
+            try:
+                obstacle = direct_obstacle(temporary.fd)
+            finally:
+                self.directory.discard(temporary)
         except OSError as error:
-            # Full, or read-only, or worse: a put will say so. Reading must go on all the same.
+            # Full, also of files, or read-only, or worse: a put will say so. Reading must go on all the same.
             return f"the trial failed: {error.strerror}"
-        finally:
-            self.directory.discard(temporary)
         return f"{kind} has {obstacle}" if obstacle == "no O_DIRECT" else obstacle
 
 

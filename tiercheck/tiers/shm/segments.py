@@ -25,7 +25,7 @@ from pathlib import Path
 from tiercheck.errors import CapacityExceeded, FileSystemFull, Transient
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.directories.object_files import CONTROL, Temporary, not_found
-from tiercheck.tiers.posix.files import try_lock, unlock_and_close
+from tiercheck.tiers.posix.files import try_lock, unlock, unlock_and_close
 from tiercheck.tiers.shm.hugepages import back_with_huge_pages
 from tiercheck.tiers.shm.pool import ANY, NOBODY, SPARE_BYTES_MIN, PoolAccounting, SegmentPool, Selection, whole_pages
 from tiercheck.types import ObjectInfo, PutMode
@@ -251,7 +251,14 @@ class SegmentDirectory(ObjectDirectory):
             time.sleep(min(attempt, 10) * 0.0001)
         raise Transient("the object is replaced faster than it can be opened; try again", key=key)
 
+    def unlock_object(self, fd: int) -> None:
+        unlock(fd)
+
     # Removing.
+
+    def _lock_reaches(self, host: str) -> bool:
+        """Memory is one kernel's, whatever name a container of it has for its host."""
+        return True
 
     def retire(self, folder: int, name: str, status: os.stat_result) -> None:
         self._retire(folder, name, status, NOBODY)

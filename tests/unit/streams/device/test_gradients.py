@@ -557,6 +557,38 @@ def test_a_gradient_that_comes_on_the_host_is_refused_if_the_device_keeps_its_re
     record.abandon()
 
 
+@pytest.mark.parametrize("refused", range(1, 3))
+def test_memory_that_cannot_be_page_locked_is_what_is_said(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was refused before is tried again as if nothing of it had been sent."""
+    device = Reordering(0, pins=False)
+    state = ExpectsScaled(device, shapes=SHAPES)
+    stream = DifferentialStream(state, "exact", 1, device=device, gpu_staging_bytes=1 << 20)
+    asked: list[int] = []
+    pinned = Reordering.pinned
+
+    def refusing(self: Reordering, nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        if len(asked) <= refused:
+            raise CapacityExceeded("host memory cannot be page-locked")
+        return pinned(self, nbytes)
+
+    with device.on(device.side("training")):
+        stream.mark_stepped()
+        gradients = state.backward()
+        true = state.true_gradients(1)
+        record: Any = stream.begin(ShardKey.differential(1, 1, 1, 0), memoryview(bytearray(stream.nbytes_max)))
+        monkeypatch.setattr(Reordering, "pinned", refusing)
+        for _ in range(refused):
+            with pytest.raises(CapacityExceeded, match="page-locked"):
+                record.add(gradients)
+            record.move(memoryview(bytearray(stream.nbytes_unexpected)))
+        record.add(gradients)
+        state.step()
+        stream.mark_stepped()
+        state.forward()
+        assert closed(device, stream, record, record.ended(skipped=False), 1, "exact", true, {})
+
+
 @pytest.mark.parametrize("codec", ["exact", "nf4", "sparse"])
 def test_gradients_that_come_as_before_are_arranged_once(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []

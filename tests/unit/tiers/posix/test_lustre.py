@@ -27,6 +27,7 @@ from tiercheck.tiers.posix import lustre, striping
 from tiercheck.tiers.posix.beneath import Beneath, status_of
 from tiercheck.tiers.posix.directories import remembering
 from tiercheck.tiers.posix.directories.object_files import CONTROL, Temporary
+from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
 from tiercheck.tiers.posix.directories.shared import SharedDirectory, parse_temporary_name, temporary_name
 from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.posix.lustre import LustreDriver
@@ -333,6 +334,7 @@ class TestDebris:
             await driver.put("g/a", [b"x"])
         dead, young = self.leave(root, "elsewhere", 3600), self.leave(root, "elsewhere", 5)
         living = self.leave(root, "elsewhere", 25 * 3600)
+        self.a_minute_passes(root)
         with living.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             async with LustreDriver(root) as driver:
@@ -342,7 +344,34 @@ class TestDebris:
                 assert young.exists(), "its writer may be about to lock it"
                 assert living.exists()
         async with LustreDriver(root):
+            assert living.exists(), "somebody has just looked"
+        self.a_minute_passes(root)
+        async with LustreDriver(root):
             assert not living.exists()
+
+    def a_minute_passes(self, root: Path) -> None:
+        os.utime(root / ".tiercheck" / "reclaimed", (0, 0))
+
+    @pytest.mark.parametrize("kind", [SharedDirectory, RememberingDirectory])
+    async def test_one_of_all_who_open_the_tier_looks_for_them(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[SharedDirectory]
+    ) -> None:
+        """The ranks of a job open it at the same time, and each has directories of its own there."""
+        monkeypatch.setattr(lustre, "directory_on", lambda _, root: kind(root, Traits(True, True, True)))
+        async with LustreDriver(root) as driver:
+            for rank in range(5):
+                await driver.put(f"r{rank}/g/a", [b"x"])
+        self.a_minute_passes(root)
+        listed: list[str] = []
+        real = Beneath.listed
+        monkeypatch.setattr(Beneath, "listed", lambda self, path: listed.append(path) or real(self, path))
+        drivers = [LustreDriver(root) for _ in range(4)]
+        await asyncio.gather(*(each.open() for each in drivers))
+        for each in drivers:
+            await each.close()
+        objects = sorted(path for path in listed if not path.startswith(CONTROL))
+        once = sorted(["", *(f"r{rank}{folder}" for rank in range(5) for folder in ("", "/g"))])
+        assert objects == (once if kind is SharedDirectory else [])
 
     async def test_where_there_are_no_locks_a_day_passes(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(fd: int, operation: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.training import Training, life, memory
-from tiercheck.errors import ConfigurationError, RecoveryError, TierError
+from tiercheck.errors import ConfigurationError, RecoveryError, TierError, Unauthorized
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.posix import file_driver, lustre, mounts
+from tiercheck.tiers.posix.beneath import Beneath
 from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
 from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Mount, check_mounted
@@ -126,3 +132,53 @@ async def test_a_directory_that_was_missing_is_told(tmp_path: Path, scheme: str)
         assert driver.facts()["directory"] == told
     async with make_driver(url) as driver:
         assert "directory" not in driver.facts()
+
+
+@pytest.mark.parametrize("scheme", ["nvme", "lustre"])
+def test_to_name_a_tier_asks_no_file_system(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server may be gone, and whoever asks would never be answered."""
+
+    for name in ("lstat", "stat", "readlink", "open", "scandir", "statvfs"):
+        monkeypatch.setattr(f"os.{name}", partial(hangs, getattr(os, name)))
+    driver = make_driver(f"{scheme}:///mnt/away/run?survives=rack")
+    assert driver.url == f"{scheme}:///mnt/away/run"
+
+
+def hangs(call: Callable[..., Any], path: Any, *rest: Any, **options: Any) -> Any:
+    assert not str(path).startswith("/mnt/away"), "would hang"
+    return call(path, *rest, **options)
+
+
+def test_mount_points_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is bytes: some are no text, and in others a character looks like the end of a line or of a word."""
+    line = b"36 35 98:0 / %b rw,noatime shared:1 - ext4 /dev/root rw\n"
+    names = [b"/mnt/\xff", "/mnt/a\x85b".encode(), "/mnt/a\u2028b".encode(), "/mnt/a\u00a0b".encode(), b"/mnt/a\\040b"]
+    table = b"".join(line % name for name in [b"/", *names])
+    monkeypatch.setattr(Path, "read_bytes", lambda _: table)
+    for name in names:
+        path = Path(os.fsdecode(name.replace(b"\\040", b" ")))
+        assert mounts.mount_by_name(path / "run").point == path
+
+
+@pytest.mark.parametrize("scheme", ["nvme", "lustre"])
+async def test_the_root_of_a_file_system_has_a_directory_of_its_owner_s(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``lost+found``. Any other that cannot be read may hold objects."""
+    (tmp_path / "lost+found").mkdir(mode=0o700)
+    closed = {"lost+found"}
+    real = Beneath.listed
+
+    def listed(self: Beneath, path: str) -> Any:
+        if path in closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(self, path)
+
+    monkeypatch.setattr(Beneath, "listed", listed)
+    async with make_driver(f"{scheme}://{tmp_path}") as driver:
+        await driver.put("r0/a", [b"x"])
+        assert [each.key async for each in driver.list()] == ["r0/a"]
+        assert (await driver.usage()).used_bytes == 1
+        closed.add("r0")
+        with pytest.raises(Unauthorized):
+            assert [each async for each in driver.list()]

@@ -494,3 +494,37 @@ async def test_one_that_died_between_linking_and_unlinking_has_created(root: Pat
     async with NvmeDriver(root) as driver:
         assert temporaries(root) == []
         assert bytes(await driver.get("a")) == b"x" * 100
+
+
+async def test_a_disk_without_room_for_a_file_can_be_opened_and_read(root: Path) -> None:
+    """A quota on files, or no inodes left: what is there must be read, and deleted."""
+    async with NvmeDriver(root) as driver:
+        await driver.put("a", [b"content"])
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(local.ObjectDirectory, "create_temporary", side_effect=full):
+        async with NvmeDriver(root) as driver:
+            assert bytes(await driver.get("a")) == b"content"
+            await driver.delete(["a"])
+            assert [each async for each in driver.list()] == []
+            with pytest.raises(FileSystemFull):
+                await driver.put("b", [b"x"])
+
+
+async def test_what_is_only_read_needs_no_locks(root: Path) -> None:
+    """Such as a tier that was copied to a mount without them."""
+    async with NvmeDriver(root) as driver:
+        await driver.put("a", [b"content"])
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))):
+        driver = NvmeDriver(root)
+        await driver.open_to_read()
+        before = open_descriptors()
+        into = bytearray(7)
+        for _ in range(3):
+            assert bytes(await driver.get("a")) == b"content"
+            assert bytes(await driver.get("a", into=memoryview(into))) == b"content"
+        assert open_descriptors() == before
+        await driver.close()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -424,3 +424,21 @@ async def test_a_recount_while_a_file_is_cut_counts_it_once(name: str, monkeypat
             recount.join(10)
         held = [info.nbytes async for info in driver.list()]
         assert driver.segments._accounting.read().charged == sum(held) == MIB + 5
+
+
+async def test_what_a_dead_writer_of_another_container_left_is_reclaimed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host has another name, and its memory is the same: a lock tells whether it is alive."""
+    async with ShmDriver(name, size=8 * MIB) as driver:
+        reservation = await driver.reserve("a", 4 * MIB)
+        (temporary,) = (root_of(name) / ".tiercheck" / "tmp").iterdir()
+        kept = temporary.with_name(f"elsewhere-1-{'0' * 16}")
+        os.link(temporary, kept)
+        async with ShmDriver(name, size=8 * MIB):
+            assert kept.exists(), "its writer is alive"
+        await reservation.drop()
+    kept.write_bytes(bytes(MIB))
+    async with ShmDriver(name, size=8 * MIB) as driver:
+        assert not kept.exists()
+        assert (await driver.usage()).used_bytes == 0

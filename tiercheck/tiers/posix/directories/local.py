@@ -60,7 +60,7 @@ from tiercheck.tiers.posix.files import (
 from tiercheck.tiers.posix.transfer import Sequential, Transfer
 from tiercheck.types import Leftover, ObjectInfo, Payload, PutMode
 
-__all__ = ["ObjectDirectory"]
+__all__ = ["NOT_OURS", "ObjectDirectory"]
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ T = TypeVar("T")
 LOCK = f"{CONTROL}/lock"
 NO_LOCK = -1
 """Instead of the lock's descriptor."""
+NOT_OURS = "lost+found"
+"""At the root of a file system, of its owner's alone."""
 ATTEMPTS_MAX = 100
 LINKS_TOLD_MAX = 16
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -310,8 +312,8 @@ class ObjectDirectory:
         return fd
 
     def unlock_object(self, fd: int) -> None:
-        """Let go of the lock that :meth:`open_object` may have taken; before ``fd`` is closed, see :func:`unlock`."""
-        unlock(fd)
+        """Let go of the lock that :meth:`open_object` has taken, if it takes one; before ``fd`` is closed, see
+        :func:`unlock`. Here readers take none: a file's content never changes once it has its name."""
 
     def look_up(self, path: str) -> os.stat_result:
         """What has the name ``path`` below the root now. Errors: ``FileNotFoundError``, ``NotADirectoryError``."""
@@ -355,6 +357,10 @@ class ObjectDirectory:
         except (FileNotFoundError, NotADirectoryError):
             if not self._only_read and not self.beneath.exists(CONTROL):
                 raise self._absent("") from None
+            return
+        except PermissionError:
+            if folder != NOT_OURS:
+                raise
             return
         for entry in sorted(found, key=Entry.order):
             path = f"{folder}/{entry.name}" if folder else entry.name
@@ -439,8 +445,7 @@ class ObjectDirectory:
         """Remove temporary files whose writer is dead; called under the lock."""
         with self.beneath.folder(TEMPORARIES) as folder:
             for name, status in self._temporary_files():
-                ours = name.rpartition("-")[0].rpartition("-")[0] == HOST
-                if ours or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
+                if self._lock_reaches(host_of(name)) or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
                     try:
                         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
                     except FileNotFoundError:
@@ -457,9 +462,13 @@ class ObjectDirectory:
         """What :meth:`reclaim` would remove, or most of it; nothing is touched."""
         with suppress(FileNotFoundError):
             for name, _ in self._temporary_files():
-                ours = name.rpartition("-")[0].rpartition("-")[0] == HOST
-                if (found := leftover(self.beneath, f"{TEMPORARIES}/{name}", lock_reaches=ours)) is not None:
+                reaches = self._lock_reaches(host_of(name))
+                if (found := leftover(self.beneath, f"{TEMPORARIES}/{name}", lock_reaches=reaches)) is not None:
                     yield found
+
+    def _lock_reaches(self, host: str) -> bool:
+        """Whether a lock tells that a writer of this host is alive."""
+        return host == HOST
 
     def _temporary_files(self) -> list[tuple[str, os.stat_result]]:
         """The regular files in ``tmp``; those that vanish meanwhile are left out."""
@@ -497,3 +506,8 @@ class ObjectDirectory:
         return Unsupported(
             "in a file system a key cannot lie under another key, nor be what others lie under; rename one", key=key
         )
+
+
+def host_of(name: str) -> str:
+    """Of the writer of a temporary file."""
+    return name.rpartition("-")[0].rpartition("-")[0]

@@ -50,6 +50,9 @@ class RememberingDirectory(SharedDirectory):
         del key
         return TEMPORARIES
 
+    def _half_written(self, folder: str) -> Iterator[str]:
+        return super()._half_written(folder or TEMPORARIES)
+
     def names_read(self) -> AbstractContextManager[int | None]:
         return self._names_at_rest(False)
 

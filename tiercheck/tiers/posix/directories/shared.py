@@ -25,13 +25,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from tiercheck.errors import AlreadyExists, Unsupported
 from tiercheck.tiers.posix.beneath import parent_of
 from tiercheck.tiers.posix.directories.debris import leftover
-from tiercheck.tiers.posix.directories.local import ObjectDirectory
+from tiercheck.tiers.posix.directories.local import NOT_OURS, ObjectDirectory
 from tiercheck.tiers.posix.directories.object_files import (
     CONTROL,
     DEBRIS_AGE_S,
@@ -51,6 +51,8 @@ __all__ = ["NO_LOCKS", "TEMPORARY_PREFIX", "SharedDirectory"]
 
 TEMPORARY_PREFIX = f"{CONTROL}\\"
 """No key has a backslash, so that no key, and no listing, ever meets a file being written."""
+RECLAIMED = f"{CONTROL}/reclaimed"
+"""Modified when somebody last looked for what dead writers have left."""
 ANCHORED_MAX = 4096
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """What flock answers on a mount that carries no locks."""
@@ -223,9 +225,6 @@ class SharedDirectory(ObjectDirectory):
 
     # Reading.
 
-    def unlock_object(self, fd: int) -> None:
-        """Readers take no lock: a file's content never changes once it has its name."""
-
     def held_bytes(self, *, locked: bool = False) -> int:
         objects = sum(found.nbytes for found in self.scan(locked=locked))
         for path in self._half_written(""):
@@ -249,12 +248,36 @@ class SharedDirectory(ObjectDirectory):
         self._sync_names(stays)
 
     def reclaim(self) -> None:
-        """Remove the files of dead writers: they lie there unlocked, or, if our lock does not reach, for a day."""
-        for path in self._half_written(""):
-            host, made_s = parse_temporary_name(name_in_folder(path))
-            age_s = time.time() - made_s
-            if age_s > FOREIGN_DEBRIS_AGE_S or (self._lock_reaches(host) and age_s > DEBRIS_AGE_S):
-                self._remove_unlocked(path)
+        """Remove the files of dead writers: they lie there unlocked, or, if our lock does not reach, for a day.
+
+        That lists every directory there is. So of all who open the tier at a time, as the ranks of a job do, one looks;
+        and not again before what was too young then may be old enough.
+        """
+        with self._turn_to_reclaim() as is_mine:
+            for path in self._half_written("") if is_mine else ():
+                host, made_s = parse_temporary_name(name_in_folder(path))
+                age_s = time.time() - made_s
+                if age_s > FOREIGN_DEBRIS_AGE_S or (self._lock_reaches(host) and age_s > DEBRIS_AGE_S):
+                    self._remove_unlocked(path)
+
+    @contextmanager
+    def _turn_to_reclaim(self) -> Iterator[bool]:
+        fd = self.beneath.open(RECLAIMED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            mine = not (self._was_reclaimed(fd) or (self.locks and not try_lock(fd)) or self._was_reclaimed(fd))
+            if mine:
+                with suppress(OSError):  # full: then the next one looks as well
+                    os.pwrite(fd, b"\n", 0)
+            yield mine
+        finally:
+            if self.locks:
+                unlock(fd)
+            os.close(fd)
+
+    @staticmethod
+    def _was_reclaimed(fd: int) -> bool:
+        status = os.fstat(fd)
+        return bool(status.st_size) and abs(time.time() - status.st_mtime) < DEBRIS_AGE_S
 
     def leftovers(self) -> Iterator[Leftover]:
         for path in self._half_written(""):
@@ -289,6 +312,10 @@ class SharedDirectory(ObjectDirectory):
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append(above + entry.name)
         except (FileNotFoundError, NotADirectoryError):
+            return
+        except PermissionError:
+            if folder != NOT_OURS:
+                raise
             return
         yield from found
         for below in folders:

@@ -1,0 +1,79 @@
+"""Threads for calls that may never return, such as those of a file system whose server is gone.
+
+The interpreter waits at its end for the threads of a :class:`concurrent.futures.ThreadPoolExecutor`, so that one such
+call would keep a process that has failed from ever ending. These are daemons.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["DaemonThreads"]
+
+T = TypeVar("T")
+
+
+class DaemonThreads:
+    """At most ``count`` threads, each made when it is first needed."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.ended: Future[None] = Future()
+        """Done when :meth:`end` was called and no thread is at work any more."""
+        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it
+        self._count = count
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._guard = threading.Lock()
+        self._numbers = itertools.count()
+        self._alive = 0
+        self._ending = False
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """``call`` in one of the threads; cancelled, it is not begun. Errors: ``RuntimeError`` after :meth:`end`, and
+        if no thread can be started."""
+        future: Future[T] = Future()
+        with self._guard:
+            if self._ending:
+                raise RuntimeError(f"{self._name}: the threads have ended")
+            if not self._idle.acquire(blocking=False) and self._alive < self._count:
+                name = f"{self._name}_{next(self._numbers)}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._alive += 1
+            self._jobs.put((future, call))
+        return future
+
+    def end(self) -> None:
+        """Have the threads end when they have done what was submitted. Does not wait: see :attr:`ended`. Idempotent."""
+        with self._guard:
+            if self._ending:
+                return
+            self._ending = True
+            if not self._alive:
+                self.ended.set_result(None)
+            for _ in range(self._alive):
+                self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001  (handed on to whoever waits)
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del job, future, call  # whatever they hold is the caller's alone
+            self._idle.release()
+        with self._guard:
+            self._alive -= 1
+            last = not self._alive
+        if last:
+            self.ended.set_result(None)
