@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import DaemonThreads, Future, wait
+from concurrent.futures import Future, wait
 from unittest import mock
 
 import pytest
 
+from tiercheck.runtime.daemon_threads import DaemonThreads
 from tiercheck.tiers.threads import Threads
 
 WAIT_S = 10.0
