@@ -74,7 +74,13 @@ class Tier:
             raise ConfigurationError(
                 f"the URL of the tier {self.name} has the field {{{unknown[0]}}}; known are {known}"
             )
-        return self.url.format_map(places)
+        try:
+            return self.url.format_map(places)
+        except (ValueError, LookupError) as error:
+            raise ConfigurationError(
+                f"the URL of the tier {self.name} has a field in a form that no number has, unlike {{rank}} or "
+                f"{{rank:05d}}: {error}"
+            ) from None
 
     def driver(self, places: Mapping[str, int]) -> TierDriver:
         """The tier's driver for one rank, not yet open. Errors: ``ConfigurationError`` for an unusable URL."""
@@ -104,12 +110,16 @@ class Hierarchy:
                 "says in which codec; a tier's own codec is for those behind it"
             )
         # Two tiers of one scheme are told apart by a number.
+        given = {tier.name for tier in self.tiers}
         names: list[str] = []
         tiers: list[Tier] = []
         for tier in self.tiers:
-            count = sum(name == tier.name for name in names)
-            names.append(tier.name)
-            tiers.append(replace(tier, name=f"{tier.name}-{count + 1}") if count else tier)
+            name, count = tier.name, 1
+            while name in names or (count > 1 and name in given):
+                count += 1
+                name = f"{tier.name}-{count}"
+            names.append(name)
+            tiers.append(tier if name == tier.name else replace(tier, name=name))
         object.__setattr__(self, "tiers", tuple(tiers))
 
     @classmethod

@@ -353,7 +353,9 @@ def parse(text: str) -> Key | None:
         commit = _commit(match[2], match[3], match[4])
         sizes = int(match[5]), int(match[6])
         refers_to = _numbers(match[9], match[10])
-        if commit is None or max(sizes) > NBYTES_MAX or (refers_to and not commit.is_of_base):
+        if commit is None or max(sizes) > NBYTES_MAX:
+            return None
+        if refers_to and (not commit.is_of_base or refers_to[0] > commit.generation):
             return None
         return MarkerKey(commit, int(match[1]), *sizes, match[7], match[8], refers_to)
     if match := _LINEAGE.match(text):

@@ -57,6 +57,7 @@ FIELDS = {
     "message": st.text(max_size=5),
     "whole": st.booleans(),
     "more": st.booleans(),
+    "reserving": st.booleans(),
     "limited": st.booleans(),
     "incarnation": st.sampled_from([0, 1, 2]),
     "received": st.binary(max_size=3),

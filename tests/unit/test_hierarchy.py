@@ -17,6 +17,17 @@ def test_tiers_are_named_after_their_scheme_and_numbered() -> None:
     assert [tier.name for tier in tiers] == ["shm", "nvme", "nvme-2", "archive"]
 
 
+def test_no_two_tiers_have_one_name() -> None:
+    tiers = Hierarchy.of(*(Tier("nvme:///a", name=name) for name in ("a", "a", "a-2", "a-2", "a"))).tiers
+    assert [tier.name for tier in tiers] == ["a", "a-3", "a-2", "a-2-2", "a-4"]
+    again = Hierarchy(tiers).tiers
+    assert again == tiers
+
+
+def test_a_number_may_be_written_in_any_form_of_its_own() -> None:
+    assert Tier("nvme:///a/r{rank:05d}").resolved({"rank": 7}) == "nvme:///a/r00007"
+
+
 def test_places_are_filled_in_for_each_rank() -> None:
     opened = Hierarchy.of("memory://run-{node}-{local_rank}-{rank}").open(rank=5, local_rank=1, node=2)
     assert opened.first.driver.url == "memory://run-2-1-5"
@@ -27,6 +38,8 @@ def test_places_are_filled_in_for_each_rank() -> None:
     [
         ("memory://{pod}", r"has the field \{pod\}; known are \{rank\}, \{local_rank\}, \{node\}"),
         ("memory://{rank", "unbalanced brace"),
+        ("memory://{rank:zz}", "in a form that no number has"),
+        ("memory://{rank:{foo}}", "in a form that no number has"),
         ("memory://{}", r"has the field \{\}"),
     ],
 )

@@ -200,6 +200,10 @@ HEADS: list[tuple[peer.Message, str]] = [
         "97014409c410000102030405060708090a0b0c0d0e0f0102c40101c8509ea95b1bfde3",
     ),
     (
+        peer.PutState(TRANSFER, 1, 0, b"\x00", reserving=True),
+        "98014409c410000102030405060708090a0b0c0d0e0f0100c40100c3f87cdcb39e5bac68",
+    ),
+    (
         peer.Delete(TRANSFER, "ns", ("a", "b")),
         "96010409c410000102030405060708090a0b0c0d0e0fa26e7392a161a162b2e7624b540cde26",
     ),

@@ -125,6 +125,22 @@ async def test_a_stopped_server_costs_the_deadline_and_no_more(server: PeerProce
         assert await driver.get("a") == b"before"
 
 
+async def test_a_stopped_server_with_keys_goes_on_when_its_clients_have_gone(tmp_path: Path) -> None:
+    """ZeroMQ's own heartbeats would wait for it then, on connections that are closed, and have it abort."""
+    keys = PeerKeys.generate(tmp_path / "keys")
+    name = f"test-{secrets.token_hex(6)}"
+    with PeerProcess(name, keys=tmp_path / "keys") as server:
+        async with PeerDriver("n", server.endpoint, keys=keys, deadline_s=4.5) as driver:
+            await driver.put("a", [b"before"])
+            server.stop()
+            with pytest.raises(Transient):
+                await driver.stat("a")
+        server.resume()
+        async with PeerDriver("n", server.endpoint, keys=keys) as driver:
+            assert await driver.get("a") == b"before"
+    remove_namespace(f"{name}-n")
+
+
 async def test_a_put_cancelled_while_the_server_hangs_lets_its_buffers_go(server: PeerProcess) -> None:
     async with client(server) as driver:
         await driver.put("a", [b"old"])

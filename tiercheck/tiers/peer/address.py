@@ -7,16 +7,27 @@ other end.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
+import socket
 import stat
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, Transient, Unauthorized
 from tiercheck.types import shown
 
-__all__ = ["check_bind", "check_private_socket", "endpoint_of", "is_socket", "parse_at", "peer_user", "zmq_address"]
+__all__ = [
+    "check_bind",
+    "check_private_socket",
+    "endpoint_of",
+    "has_ipv6_alone",
+    "is_socket",
+    "parse_at",
+    "peer_user",
+    "zmq_address",
+]
 
 IPC = "ipc://"
 SOCKET_BYTES_MAX = 107
@@ -48,6 +59,23 @@ def parse_at(text: str) -> str:
     elif (match := _TCP.match(text)) is not None and 0 < int(match[2]) < 65536:
         return text
     raise ValueError(f"{shown(text)} is no address; write it like 10.0.0.2:7070, [fd00::2]:7070 or ipc:///run/x.sock")
+
+
+async def has_ipv6_alone(endpoint: str, deadline_s: float) -> bool:
+    """Whether no address of IPv4 leads there. ZeroMQ looks for one if it is not told. A name that cannot be resolved
+    by the deadline counts as one that has such an address: ZeroMQ tries it again and again."""
+    if is_socket(endpoint):
+        return False
+    host = endpoint.rpartition(":")[0]
+    if host.startswith("["):
+        return True
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(deadline_s):
+            found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a deadline that has passed is one, too
+        return False
+    return bool(found) and all(family == socket.AF_INET6 for family, *_ in found)
 
 
 def check_bind(bind: str, *, with_keys: bool) -> str:

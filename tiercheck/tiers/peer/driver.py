@@ -21,7 +21,7 @@ from tiercheck.errors import Closed, ConfigurationError, PreconditionFailed, Tie
 from tiercheck.keys import validate_key
 from tiercheck.runtime.turns import Turns, wanted_turns
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.peer.address import check_private_socket, is_socket, parse_at
+from tiercheck.tiers.peer.address import check_private_socket, has_ipv6_alone, is_socket, parse_at
 from tiercheck.tiers.peer.client.content import PayloadChunks
 from tiercheck.tiers.peer.client.get import Getting
 from tiercheck.tiers.peer.client.link import Link
@@ -171,7 +171,8 @@ class PeerDriver(TierDriver):
                 error.tier = self._url
                 raise
         connect_s = min(self._deadline_s, CONNECT_S_MAX)
-        settings = ClientSettings(self._at, self._chunk_bytes, self._credit_bytes, connect_s)
+        ipv6 = await has_ipv6_alone(self._at, connect_s)
+        settings = ClientSettings(self._at, self._chunk_bytes, self._credit_bytes, connect_s, ipv6=ipv6)
         link = self._link = Link(settings, connections=self._connections, keys=self._keys, server_key=self._server_key)
         try:
             welcome = await self._call(Call(Hello(self._namespace), reader(Welcome)), Welcome)

@@ -9,7 +9,7 @@ does not know. A head of another protocol, or of a kind that the server does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -225,12 +225,14 @@ class UsageIs:
 
 @dataclass(frozen=True)
 class PutState:
-    """``credit``: chunks that may be under way; ``received``: a bit for each chunk that is there, lowest first."""
+    """``credit``: chunks that may be under way; ``received``: a bit for each chunk that is there, lowest first;
+    ``reserving``: memory is being made for it, and there will be credit then."""
 
     transfer: Transfer
     incarnation: Word
     credit: ChunkCount
     received: Annotated[bytes, Meta(max_length=CHUNKS_MAX // 8)]
+    reserving: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,12 +313,16 @@ class _Head(Struct, frozen=True, array_like=True):
 def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
     """Of a head of that kind: an array whose first values are a :class:`_Head`'s, and the others the message's."""
     hints = get_type_hints(kind, include_extras=True)
-    fields = [(name, hints[name]) for name in NAMES[kind]]
+    fields: list[Any] = [
+        (name, hints[name], DEFAULTS[kind][name]) if name in DEFAULTS[kind] else (name, hints[name])
+        for name in NAMES[kind]
+    ]
     form = msgspec.defstruct(kind.__name__, fields, bases=(_Head,), frozen=True, array_like=True)
     return msgspec.msgpack.Decoder(form)
 
 
 NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in NUMBERS}
+DEFAULTS = {kind: {each.name: each.default for each in fields(kind) if each.default is not MISSING} for kind in NUMBERS}
 DECODERS = {kind: _decoder(kind) for kind in NUMBERS}
 HEAD = msgspec.msgpack.Decoder(_Head)
 
@@ -329,7 +335,11 @@ def checksum(data: Buffer) -> int:
 def encode(request_id: int, message: Message) -> bytes:
     """The head of ``message``."""
     kind = type(message)
-    values = (getattr(message, name) for name in NAMES[kind])
+    values = [getattr(message, name) for name in NAMES[kind]]
+    for name, default in reversed(DEFAULTS[kind].items()):
+        if getattr(message, name) != default:
+            break
+        values.pop()  # so is the head that of a release that had no such field
     body = msgspec.msgpack.encode((PROTOCOL, NUMBERS[kind], request_id, *values))
     return body + checksum(body).to_bytes(8, "little")
 

@@ -173,6 +173,8 @@ class ShmDriver(FileDriver):
         for reservation in list(self._reservations):
             await reservation.drop()
         await super().close()
+        for reservation in list(self._reservations):  # that a thread has made meanwhile
+            reservation.let_go()
         self._mapped.close()
         self._pinning.close()
         fd, self._alive_fd = self._alive_fd, None
@@ -213,6 +215,9 @@ class ShmDriver(FileDriver):
     async def reserve(self, key: str, nbytes: int) -> Reservation:
         self._check_reservation(key, nbytes)
         segment = await self.run(lambda check: self._mapped.reserve(nbytes, check), key, undo=MappedSegment.give_back)
+        if not self.is_open:
+            segment.give_back()
+            raise Closed("the driver was closed", tier=self.url, key=key)
         return self._reservation(key, segment)
 
     def reserve_nowait(self, key: str, nbytes: int) -> Reservation:
@@ -294,6 +299,12 @@ class _ShmReservation(Reservation):
                 await self._driver.run(lambda _: segment.give_back(), self.key)
             finally:
                 segment.give_back()  # does nothing, unless a cancellation came before the thread did
+
+    def let_go(self) -> None:
+        """As :meth:`drop`, of a driver whose threads have ended."""
+        if (segment := self._segment) is not None:
+            self._release()
+            segment.give_back()
 
     def _taken(self, nbytes: int | None) -> tuple[MappedSegment, int]:
         """The segment, which is nobody else's from here on, and how much of it is to be published."""

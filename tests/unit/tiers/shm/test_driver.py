@@ -10,6 +10,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,7 @@ import pytest
 from tests.shared_memory import root_of
 from tiercheck.errors import (
     CapacityExceeded,
+    Closed,
     ConfigurationError,
     NotFound,
     Transient,
@@ -29,6 +31,7 @@ from tiercheck.tiers.posix.files import try_lock, unlock
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm import namespaces as namespaces_module
 from tiercheck.tiers.shm.driver import ShmDriver, namespaces, remove_namespace
+from tiercheck.tiers.shm.mapping import MappedSegment, MappedSegments
 from tiercheck.tiers.shm.namespaces import (
     LEAVE_FRESH_S,
     hold_namespace,
@@ -647,3 +650,28 @@ def test_a_removal_that_was_killed_asks_nobody_to_leave_for_long(name: str) -> N
     finally:
         release_namespace(held)
     remove_namespace(name)
+
+
+async def test_what_is_reserved_while_it_closes_is_let_go(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+    reserve = MappedSegments.reserve
+
+    def slowly(mapped: MappedSegments, nbytes: int, check: Callable[[], None]) -> MappedSegment:
+        segment = reserve(mapped, nbytes, check)
+        inside.set()
+        assert leave.wait(30)
+        return segment
+
+    driver = ShmDriver(name, size=8 << 20)
+    await driver.open()
+    monkeypatch.setattr(MappedSegments, "reserve", slowly)
+    reserving = asyncio.create_task(driver.reserve("a", 1 << 20))
+    await asyncio.to_thread(inside.wait)
+    closing = asyncio.create_task(driver.close())
+    await asyncio.sleep(0)
+    leave.set()
+    await closing
+    with pytest.raises(Closed):
+        await reserving
+    async with ShmDriver(name, size=8 << 20) as driver:
+        assert (await driver.usage()).used_bytes == 0

@@ -11,16 +11,18 @@ import asyncio
 import errno
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tiercheck.errors import Closed
+from tiercheck.errors import Closed, Transient
 from tiercheck.runtime.chance import CHANCE
 from tiercheck.tiers.peer.address import is_socket, zmq_address
 from tiercheck.tiers.peer.client.mailbox import Mailbox
@@ -37,16 +39,28 @@ TICK_S = 0.1
 DRAIN_POLL_S = 0.001
 DRAIN_S = 1.0
 """How long buffers may stay with ZeroMQ after their operation is over."""
+DESCRIPTORS_OF_LINK = 24
+DESCRIPTORS_OF_CONNECTION = 8
+"""What ZeroMQ opens for a context, with four threads, and for a socket with its monitor: at most."""
 FRAMES_AT_ONCE = 16
 IO_THREADS_MAX = 4
-HEARTBEAT_MS = 2000
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 2,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 6000,
+}
+"""A host that is not there is noticed within eight seconds, in the middle of a message within six."""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 HANDSHAKE_MS = 5000
+SILENT_S = 0.9 * HANDSHAKE_MS / 1000
+"""A handshake that took so long was not refused."""
 REFUSALS_MAX = 3
 """Handshakes that end without a reason, one after the other, before the peer counts as one that refuses us."""
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECTED
 TURNED_AWAY_S = (1.0, 3.0)
 """ZeroMQ does not come back by itself to a peer that turned it away. The peer may let us in later; whoever else it
 turned away shall not come at the same time."""
@@ -65,6 +79,7 @@ class Connection:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     link: int | None = None
+    connected_at: float = 0.0
     backlog: deque[Send] = field(default_factory=deque)
     again_at: float = math.inf
     """When to connect again, after the peer has turned this one away."""
@@ -81,12 +96,14 @@ class Draining:
 class Link:
     """Runs operations on one peer. ``server_key`` (64 hex digits) goes with ``keys``; without both there is no CURVE.
 
-    Made and used in one event loop; :meth:`close` stops the thread.
+    Made and used in one event loop; :meth:`close` stops the thread. Errors: ``Transient`` if the process has no
+    descriptors left for it.
     """
 
     def __init__(
         self, settings: ClientSettings, *, connections: int, keys: PeerKeys | None, server_key: str | None
     ) -> None:
+        check_descriptors(DESCRIPTORS_OF_LINK + DESCRIPTORS_OF_CONNECTION * connections)
         self._settings = settings
         self._keys = keys
         self._server_key = server_key
@@ -181,9 +198,13 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        if self._settings.peer.startswith("["):
+        if not is_socket(self._settings.peer):
+            # The kernels find out whether the other one is there. ZeroMQ's own heartbeats would do as well, but a
+            # server with keys that was stopped for a while aborts when it goes on (libzmq 4.3.5): it answers one on a
+            # connection that has gone.
+            for option, value in KEEPALIVE.items():
+                socket.setsockopt(option, value)
+        if self._settings.ipv6:
             socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None and self._server_key is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(self._server_key))
@@ -269,6 +290,10 @@ class Link:
                 self._up(connection)
         elif event == zmq.EVENT_DISCONNECTED:
             self._down(connection)
+        elif event == zmq.EVENT_CONNECTED:
+            connection.connected_at = now
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and now - connection.connected_at >= SILENT_S:
+            self._protocol.turned_away("lets us connect and says nothing more: is it stopped, or held up?")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals += 1
             if self._refusals >= REFUSALS_MAX and self._keys is not None:
@@ -415,6 +440,19 @@ class Link:
             for _, data in self._sent.pop(number, ()):
                 release(data)
             self._report(number, error)
+
+
+def check_descriptors(count: int) -> None:
+    """That so many can be opened: ZeroMQ ends the whole process if it gets none. Errors: ``Transient``."""
+    with ExitStack() as closing:
+        try:
+            for _ in range(count):
+                closing.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise Transient(
+                f"this process has too few file descriptors left for a connection to a peer ({error.strerror}): raise "
+                "'ulimit -n'"
+            ) from error
 
 
 def release(data: memoryview | None) -> None:

@@ -39,13 +39,15 @@ ABORT_S = 3.0
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """``peer``: for messages. ``resend_s``: without an answer for that long, ask again."""
+    """``peer``: its address, also for messages. ``resend_s``: without an answer for that long, ask again. ``ipv6``: it
+    has no address of IPv4."""
 
     peer: str
     chunk_bytes: int
     credit_bytes: int
     deadline_s: float
     resend_s: float = 2.0
+    ipv6: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class Operation(abc.ABC):
 
     def cancel(self, caller: Caller, now: float) -> None:
         caller.finish(self, TierError("cancelled"))
+
+    def given_up(self, caller: Caller) -> None:  # noqa: B027  (a call holds nothing there)
+        """Nothing has moved for too long: the peer need keep nothing for it."""
 
     def refused(self, caller: Caller, error: Unauthorized) -> None:
         """The peer lets us in no more."""
@@ -323,6 +328,7 @@ class ClientProtocol:
                 self.caller.finish(self.caller.operations[number], TierError("cancelled"))
         for operation in list(self.caller.operations.values()):
             if now - operation.progress >= settings.deadline_s:
+                self._attempt(operation, partial(operation.given_up, self.caller))
                 self.caller.finish(
                     operation,
                     Transient(

@@ -26,6 +26,9 @@ from tiercheck.types import Buffer, ObjectInfo, PutMode
 
 __all__ = ["Putting"]
 
+RESERVING_S_MAX = 600.0
+"""For so long a peer may make memory for an object: 600 GB, at a gigabyte a second."""
+
 
 class Putting(Transferring):
     """Sends an object chunk by chunk, as the server's credit allows.
@@ -107,6 +110,8 @@ class Putting(Transferring):
         """What was sent over that link before the question, or over a link that broke, and is not there, is lost."""
         if len(state.received) != (self._count(caller) + 7) // 8:
             raise BadFrame("malformed", "a put's state has another number of chunks")
+        if state.reserving and now - self._began < RESERVING_S_MAX:
+            self.moved(now)
         if state.credit and not self._credit_counted:
             self._credit_counted = True
             self.moved(now)
@@ -190,6 +195,10 @@ class Putting(Transferring):
         # Nothing more is sent before the server has said what arrived.
         self._credit = 0
         self.start(caller, now)
+
+    def given_up(self, caller: Caller) -> None:
+        if self._begins and (link := caller.next_link()) is not None:
+            caller.send(self, link, AbortPut(self.transfer))
 
     def cancel(self, caller: Caller, now: float) -> None:
         self._cancelling = True

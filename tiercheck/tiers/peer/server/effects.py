@@ -104,9 +104,12 @@ class StoreWhole:
 
 @dataclass(frozen=True)
 class ReserveMemory:
+    """``is_wanted``: asked when its turn comes, which may be long after."""
+
     namespace: str
     key: str
     nbytes: int
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)

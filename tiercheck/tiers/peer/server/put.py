@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
+from tiercheck.errors import TierError, Transient
 from tiercheck.format.copying import copy_with_xxh3
 from tiercheck.keys import validate_key
 from tiercheck.tiers.peer.checksums import KnownChecksums
@@ -148,6 +149,10 @@ class Puts:
             if put.phase is Phase.RECEIVING:
                 self._reply_state(put)
                 self._want_credit(put)
+            elif put.phase is Phase.RESERVING:
+                none_yet = bytes((put.count + 7) // 8)
+                state = PutState(begin.transfer, self._incarnation, 0, none_yet, reserving=True)
+                self._desk.reply(peer, request_id, state)
             return
         began = now - begin.age_ms / 1000 - QUEUED_S
         forgotten = begin.age_ms and self.outcomes.may_have_forgotten(began)
@@ -168,7 +173,7 @@ class Puts:
             self._desk.ask(task, lambda outcome, now: self._stored(put, outcome, now))
         else:
             self._desk.ask(
-                ReserveMemory(begin.namespace, begin.key, begin.nbytes),
+                ReserveMemory(begin.namespace, begin.key, begin.nbytes, lambda: not put.aborted),
                 lambda outcome, now: self._reserved(put, outcome, now),
             )
 
@@ -213,8 +218,13 @@ class Puts:
             return
         start, stop = put.chunk_range(chunk.index)
         nbytes = memoryview(data).nbytes
+        try:
+            memory = put.memory.buffer
+        except (TierError, RuntimeError) as error:
+            self._lose(put, Transient(f"the memory of the object is gone, begin anew: {error}"), now)
+            return
         # What lies there unverified is no part of the object until it is, and is written again.
-        if nbytes != stop - start or copy_with_xxh3(put.memory.buffer[start:stop], data) != chunk.checksum:
+        if nbytes != stop - start or copy_with_xxh3(memory[start:stop], data) != chunk.checksum:
             self._desk.drop("truncated" if nbytes != stop - start else "corrupt")
             # The sender learns at once that this chunk did not count.
             self._reply_state(put, request_id)
@@ -330,6 +340,14 @@ class Puts:
         put.phase = Phase.DROPPING
         self._return_credit(put, 0)
         self._desk.ask(DropMemory(put.memory), lambda outcome, now: self._dropped(put, outcome, now))
+
+    def _lose(self, put: Incoming, error: Transient, now: float) -> None:
+        """Its memory is somebody else's affair: the put is over."""
+        assert put.memory is not None
+        self._desk.drop("driver")
+        self._return_credit(put, 0)
+        self._desk.ask(DropMemory(put.memory), lambda *_: None)
+        self._finish(put, failure_of(error, put.begin.transfer), now)
 
     def _finish(self, put: Incoming, outcome: Done | Failure, now: float) -> None:
         del self.under_way[put.begin.transfer]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
-from tiercheck.errors import CapacityExceeded, Closed, Transient, Unauthorized
+from tiercheck.errors import CapacityExceeded, Closed, TierError, Transient, Unauthorized
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.own_memory import is_own, name_of_own
@@ -32,6 +32,8 @@ from tiercheck.types import ObjectInfo, PutMode, Usage, bytes_text, shown
 
 __all__ = ["NamespaceStore", "OpenOwn", "check_namespace"]
 
+LARGE_BYTES = 64 << 20
+"""Of memory that takes a while to make."""
 CHANGED = 64
 REST = 9
 """So many times as long as a count took none is made, unless much has changed."""
@@ -148,6 +150,7 @@ class NamespaceStore:
         self._drivers: dict[str, TierDriver] = {}
         self._opening = asyncio.Lock()
         self._reserving = asyncio.Lock()
+        self._making = asyncio.Lock()
         self.buffered_bytes = 0
         self._used_bytes = _Tally(self._measure)
         self._objects = _Tally(self._count)
@@ -195,8 +198,8 @@ class NamespaceStore:
                 with memoryview(data) as view:
                     await self._make_room(view.nbytes, key)
                     return await driver.put(key, [view], mode=mode)
-            case ReserveMemory(namespace, key, nbytes):
-                return await self._reserve(namespace, key, nbytes)
+            case ReserveMemory():
+                return await self._reserve(task)
             case PublishMemory(memory, mode):
                 return await memory.publish(mode=mode)
             case DropMemory(memory):
@@ -241,10 +244,14 @@ class NamespaceStore:
     async def _close_an_empty_one(self) -> bool:
         """Whether there was a namespace with nothing in it."""
         for namespace, driver in list(self._drivers.items()):
-            if (await driver.usage()).used_bytes == 0 and not await count_objects(driver):
-                del self._drivers[namespace]
+            if (await driver.usage()).used_bytes or await count_objects(driver):
+                continue
+            # Nobody gets it from here on. Who has it already may have reserved memory of it just now.
+            self._drivers.pop(namespace, None)
+            if (await driver.usage()).used_bytes == 0:
                 await driver.close()
                 return True
+            self._drivers[namespace] = driver
         return False
 
     # Memory.
@@ -272,12 +279,26 @@ class NamespaceStore:
     async def _count(self) -> int:
         return sum([await count_objects(driver) for driver in list(self._drivers.values())])
 
-    async def _reserve(self, namespace: str, key: str, nbytes: int) -> Memory:
-        driver = await self.driver(namespace)
+    async def _reserve(self, task: ReserveMemory) -> Memory:
+        # Large ones are made one after the other, so that a thread of the driver is left for all else.
+        async with self._making if task.nbytes >= LARGE_BYTES else nullcontext():
+            if not task.is_wanted():
+                raise Transient("nobody wants the memory any more", key=task.key)
+            driver = await self.driver(task.namespace)
+            memory = await self._made(driver, task.key, task.nbytes)
+        if self._drivers.get(task.namespace) is driver:
+            return memory
+        with suppress(TierError):  # it was closed, and that has let go of all its memory
+            await memory.drop()
+        raise Closed("the namespace was closed")
+
+    async def _made(self, driver: TierDriver, key: str, nbytes: int) -> Memory:
+        if driver.capabilities.mappable:
+            async with self._reserving:
+                await self._make_room(nbytes, key)
+            return await driver.reserve(key, nbytes)
         async with self._reserving:
             await self._make_room(nbytes, key)
-            if driver.capabilities.mappable:
-                return await driver.reserve(key, nbytes)
             if self.buffered_bytes + nbytes > self._limits.buffer_bytes:
                 raise CapacityExceeded(
                     f"{bytes_text(nbytes)} do not fit into the peer's buffer: {bytes_text(self.buffered_bytes)} of "
