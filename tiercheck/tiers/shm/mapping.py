@@ -25,7 +25,7 @@ from tiercheck.tiers.posix.files import write_buffers
 from tiercheck.tiers.shm.mapped_region import MappedRegion, MappedRegionCache
 from tiercheck.tiers.shm.numa import Locality
 from tiercheck.tiers.shm.pinning import CudaPinning
-from tiercheck.tiers.shm.pool import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages
+from tiercheck.tiers.shm.pool import NOBODY, SPARE_BYTES_MIN, Selection, this_process, whole_pages
 from tiercheck.tiers.shm.segments import Segment, SegmentDirectory, at_once
 from tiercheck.tiers.threads import Threads
 from tiercheck.types import ObjectInfo, Payload, PutMode
@@ -191,7 +191,7 @@ class MappedSegments:
             os.utime(segment.fd)  # the pool gives up the oldest first
             self.cache.keep(region, segment.fd)
         finally:
-            self.directory.discard(segment.temporary, owner=os.getpid())
+            self.directory.discard(segment.temporary, owner=this_process())
 
     def pin(self, region: MappedRegion) -> None:
         """What the region shows, if it can be; unless it is already."""
@@ -423,7 +423,7 @@ class MappedSegment:
             if tail is not None:
                 self._directory.discard(tail.temporary, mapped=not alone)
         finally:
-            self._directory.discard(head.temporary, mapped=not alone, owner=os.getpid() if alone else NOBODY)
+            self._directory.discard(head.temporary, mapped=not alone, owner=this_process() if alone else NOBODY)
 
 
 def _pieces(views: Sequence[memoryview], address: int, at_once: int) -> Iterator[tuple[int, int, int]]:

@@ -1,8 +1,8 @@
 """Files kept for reuse, and the counts that tell whether there is room.
 
 What a spare is stands in its name, ``<bytes>-<owner>-<token>``, so that looking for one takes a single reading of
-the directory. ``owner`` is the process that has it mapped already and would have it back, 0 if nobody has: a
-hint, no lock. Everything here is called under the directory's lock.
+the directory. ``owner`` (:func:`this_process`) is the process that has it mapped already and would have it back, 0 if
+nobody has: a hint, no lock. Everything here is called under the directory's lock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +29,17 @@ __all__ = [
     "SegmentPool",
     "Selection",
     "Spare",
+    "this_process",
     "whole_pages",
 ]
 
 SPARE_BYTES_MIN = 128 << 10
 """Smaller files are not worth keeping."""
 NOBODY = 0
+STARTED = 19
+"""Where ``/proc/PID/stat`` says when it began, behind the name: see proc_pid_stat(5)."""
+PID_BITS = 22
+"""The kernel's largest number of a process has as many."""
 # What it costs to use a spare that does not fit, per byte (from measurements; only the ratios matter).
 GROWTH_COST = 6
 MAPPING_COST = 2
@@ -55,7 +61,7 @@ class Kind(NamedTuple):
 
     @property
     def is_of_another_process(self) -> bool:
-        return self.owner not in (NOBODY, os.getpid()) and alive(self.owner)
+        return self.owner not in (NOBODY, this_process()) and alive(self.owner)
 
 
 class Spare(NamedTuple):
@@ -271,7 +277,9 @@ class SegmentPool:
 
     def disown(self) -> None:
         """Leave this process's spares to everybody."""
-        ours = [spare for kind, alike in self.listed().items() if kind.owner == os.getpid() for spare in alike.values()]
+        ours = [
+            spare for kind, alike in self.listed().items() if kind.owner == this_process() for spare in alike.values()
+        ]
         for spare in ours:
             os.rename(self._path(spare), self.path_for(spare.nbytes, spare.inode))
             self._forget(spare)
@@ -344,12 +352,26 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def alive(pid: int) -> bool:
+def this_process() -> int:
+    """What it is called as an owner. In a container, the process that is started after it often has its number."""
+    return owner_of(os.getpid())
+
+
+@lru_cache(maxsize=4)
+def owner_of(pid: int) -> int:
+    return began(pid) << PID_BITS | pid
+
+
+def alive(owner: int) -> bool:
     """Whether there is such a process; in doubt (one of another container) not."""
+    pid = owner % (1 << PID_BITS)
+    return 0 < began(pid) == owner >> PID_BITS
+
+
+def began(pid: int) -> int:
+    """When the process began, in ticks since the machine did; 0 if there is none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat.rpartition(b")")[2].split()[STARTED])

@@ -13,7 +13,9 @@ import pytest
 from tests.shared_memory import root_of
 from tiercheck.errors import CapacityExceeded, Closed
 from tiercheck.tiers.driver import Reservation
+from tiercheck.tiers.shm import pool as pool_module
 from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.pool import PID_BITS
 from tiercheck.types import bytes_text
 
 MIB = 1 << 20
@@ -167,6 +169,18 @@ async def test_what_a_dead_process_kept_ready_is_taken(name: str, monkeypatch: p
             patch.setattr("os.getpid", lambda: 2**22 + 1)  # more than any process can have
             await driver.prepare_reservations([(MIB, 2)])
         first = blocks(name)
+        await driver.prepare_reservations([(MIB, 2)])
+        assert blocks(name).keys() == first.keys()
+
+
+async def test_a_dead_process_whose_number_lives_again_is_dead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, where each start gives the ranks the same numbers."""
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool_module, "owner_of", lambda pid: 5 << PID_BITS | pid)
+            await driver.prepare_reservations([(MIB, 2)])
+        first = blocks(name)
+        monkeypatch.setattr("os.getpid", lambda: 1)  # another rank
         await driver.prepare_reservations([(MIB, 2)])
         assert blocks(name).keys() == first.keys()
 
