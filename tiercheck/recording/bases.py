@@ -334,7 +334,7 @@ class Bases:
         try:
             with asking(self._modes.room, self._config.deadline_s) as deadline_s:
                 call, what = self._mover.room_for_base(deadline_s, due, patiently=patiently), f"room for base {version}"
-                await ask_mover(self._scheduler, self._mover, call, what, self._config.deadline_s)
+                await ask_mover(self._scheduler, self._mover, call, what, self._config.deadline_s, folds=patiently)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
         if patiently and self._mover.status.prepares_folding:

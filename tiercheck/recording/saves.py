@@ -95,11 +95,14 @@ async def ask_mover(
     deadline_s: float,
     *,
     flushes: bool = False,
+    folds: bool = False,
 ) -> T:
     """Wait for a call to the mover that has this deadline, and say so if it takes long. ``flushes``: it waits for all
-    tiers. Errors: ``JobConflict``; else ``SaveError``."""
+    tiers. ``folds``: and for folding, while that is being prepared. Errors: ``JobConflict``; else ``SaveError``."""
 
     def holds_up() -> str:
+        if folds and mover.status.prepares_folding and mover.status.not_folded:
+            return mover.status.not_folded
         return mover.status.holds_up_a_flush if flushes else mover.status.holds_up
 
     asking = scheduler.start(call)

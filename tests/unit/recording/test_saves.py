@@ -65,6 +65,26 @@ async def test_a_long_wait_is_told_while_it_lasts(
     assert said in caplog.text
 
 
+async def test_who_waits_for_folding_to_be_prepared_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not that a batch is not full."""
+    monkeypatch.setattr(saves, "TELL_S", 0.01)
+    told = asyncio.Event()
+    told_by = logging.Handler()
+    told_by.emit = lambda record: told.set()  # type: ignore[method-assign]  # the record does not matter
+    monkeypatch.setattr(saves.log, "handlers", [told_by])
+
+    class Preparing:
+        status = MoverStatus(held_up_by="version 8 has not reached nvme", prepares_folding=True, not_folded="preparing")
+
+    for folds, expected in ((True, "preparing"), (False, "version 8 has not reached nvme")):
+        told.clear()
+        asked = ask_mover(TaskScheduler(), cast(MoverHandle, Preparing()), told.wait(), "room", 60.0, folds=folds)
+        await asked
+        assert f"room is waited for, for up to 60 s: {expected}" in caplog.text
+
+
 def test_a_flush_is_not_held_up_by_a_base_of_the_first_tier_alone() -> None:
     status = MoverStatus(held_up_by="no base after version 56 is folded yet", awaits_base=True, folds=True)
     assert status.holds_up == status.held_up_by
