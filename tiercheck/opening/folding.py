@@ -44,8 +44,9 @@ def settle_folding(
                 f"{agent.lacks_to_fold} is not installed where the agent of node {agent.node!r} runs: install it "
                 "there, and start the agent anew"
             )
+        wanted = trained.folding(certified=False)  # what cannot be folded at all is not to be advised
         if config.bases == "fold":
-            return trained.folding(certified=False), ""
+            return wanted, ""
         if not apart:
             raise ConfigurationError(NOT_SHARED)
         if agent is None and (lacking := no_free_processor(rank, bound, runtime.quota, runtime.environment)):

@@ -96,3 +96,20 @@ def test_nothing_is_folded_by_an_agent_that_lacks_torch() -> None:
     with pytest.raises(ConfigurationError, match="torch is not installed where the agent"):
         settled("fold", "torch")
     assert settled("capture", "torch") == (None, "")
+
+
+@pytest.mark.parametrize(("apart", "processors"), [(False, 4), (True, 1)])
+def test_to_fold_is_not_advised_for_what_cannot_be_folded(apart: bool, processors: int) -> None:
+    """An optimizer for which there is no kernel, say: bases="fold" would be refused."""
+
+    def folding(*, certified: bool) -> object:
+        raise ConfigurationError("no kernel replays this optimizer")
+
+    machine: Any = SimpleNamespace(quota=None, environment={})
+    config = CheckpointConfig(bases="auto")
+    trained: Any = SimpleNamespace(folding=folding)
+    found = settle_folding(trained, config, 0, [range(processors)], machine, agent=None, apart=apart)
+    assert found == (None, "no kernel replays this optimizer")
+    trained = SimpleNamespace(folding=lambda *, certified: object())
+    _, why = settle_folding(trained, config, 0, [range(processors)], machine, agent=None, apart=apart)
+    assert 'bases="fold"' in why
