@@ -102,6 +102,8 @@ class Beside:
         """The loop says where its iterations end. That of the next process does so, too."""
         self.ends_epoch = False
         """The loop says that an epoch ends with the version that is published next."""
+        self.begins = True
+        """The loop has not begun: what the next process draws until then, this one draws, too."""
         self.passes_behind = False
         """A forward pass without gradients belongs to the iteration before, since the loop steps something behind it.
         That of the next process does so, too."""
@@ -142,7 +144,7 @@ class Beside:
         """The optimizer has stepped: keep what the next batch will be drawn from."""
         self._at_step = self._drawn()
         self._at_forward, self._restored, self._doubts = None, None, Doubts()
-        self.ends_epoch = self._saved_at_forward = False
+        self.begins = self.ends_epoch = self._saved_at_forward = False
 
     def end_of_iteration(self, end: End) -> None:
         """The iteration is over, and ``end`` says who tells."""
@@ -177,6 +179,7 @@ class Beside:
 
     def skipped(self) -> None:
         """The iteration's step was skipped, and the next forward pass has begun: what it is drawn from was not kept."""
+        self.begins = False
         quiet = frozenset[str]().union(*self._quiet)
         used = [f"the generators of {kind}" for kind in sorted(random_state().keys() - quiet)]
         self._tell((*self._drawn_from, *used))
@@ -211,7 +214,7 @@ class Beside:
             self._tell_of_draws(used)
             self._quiet = (*self._quiet, frozenset(now) - used)[-2:]
         self._restored = None
-        self.ends_epoch = False
+        self.begins = self.ends_epoch = False
         self._ended = None  # what a process draws while it starts is no habit of its loop
 
     def _tell_of_draws(self, used: frozenset[str]) -> None:
@@ -310,6 +313,7 @@ class Beside:
         restore_random_state(generators)
         self.later = following.get("later") is True
         self.says_end = following.get("says_end") is True
+        self.begins = following.get("begins") is True
         self.ends_epoch = following.get("ends_epoch") is True
         self.passes_behind = following.get("passes_behind") is True
         self._at_times = frozenset(following.get("at_times", ()))
@@ -317,7 +321,7 @@ class Beside:
         self._wanted = {**known, **following_used}
         self._used = frozenset(following_used)
         self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
-        if self.ends_epoch:  # what this process draws for the next one, the interrupted run would have drawn
+        if self.ends_epoch or self.begins:  # what this process draws now, the interrupted run would have drawn
             self._wanted, self._unsure = {}, {}
         others = {name: each for name, each in self._drawn_from.items() if name not in self._loaded}
         self._restored = {
@@ -341,7 +345,7 @@ class Beside:
         return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
 
     def _told_by_the_loop(self) -> dict[str, Any]:
-        told = ("later", "says_end", "ends_epoch", "passes_behind")
+        told = ("begins", "later", "says_end", "ends_epoch", "passes_behind")
         at_times = {"at_times": sorted(self._at_times)} if self._at_times else {}
         return {**{name: True for name in told if getattr(self, name)}, **at_times}
 

@@ -199,6 +199,21 @@ def test_right_behind_an_epoch_the_next_one_begins_as_it_would_have(
     assert "generators of" not in caplog.text
 
 
+@pytest.mark.parametrize("starts", [0, 2])
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_run_that_failed_before_its_first_version_begins_as_it_did(
+    noise: bool, starts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loader's seed is drawn anew, as it was, and nobody is told of anything."""
+    after, reference = resumed(0, noise=noise, starts=starts)
+    assert after.losses == reference.losses
+    assert "generators of" not in caplog.text
+    # The version after it knows no more than ever.
+    caplog.clear()
+    after, reference = resumed(1, noise=noise, starts=starts)
+    assert "random numbers were drawn from the generators of" in caplog.text
+
+
 def test_what_is_known_of_a_loop_s_habits_outlives_the_end_of_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
     """A process that begins with an epoch, and fails after an iteration, says of the generators what the one before
     knew."""
