@@ -198,6 +198,9 @@ class FaultyDriver(TierDriver):
     async def leftovers(self) -> Sequence[Leftover]:
         return await self._call("leftovers", None, self.inner.leftovers())
 
+    async def reclaim(self) -> None:
+        await self._call("reclaim", None, self.inner.reclaim())
+
     async def close(self) -> None:
         if self.plan.dead:
             await self.inner.close()

@@ -121,6 +121,10 @@ class TierDriver(abc.ABC):
         """
         return ()
 
+    async def reclaim(self) -> None:  # noqa: B027  (most have nothing left to do)
+        """Remove what dead writers have left, if :meth:`open` does not do so each time. Idempotent. Errors:
+        ``Transient``; ``Unauthorized``."""
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Release connections and mappings held by the driver. Idempotent. Objects stay as they are."""

@@ -140,7 +140,7 @@ class Job:
         if rank == 0:
             for event, step in dies:
                 trainer.add_callback(Dies(event, step))
-        trainer.train(resume_from_checkpoint=None if self.begins is None else str(self.begins))
+        trainer.train(resume_from_checkpoint=self.begins)
         found = outcome(trainer)
         if job is not None and job.checkpointer is not None and (recovery := job.checkpointer.recovery) is not None:
             found["recovered"] = [recovery.version, str(recovery.fidelity)]

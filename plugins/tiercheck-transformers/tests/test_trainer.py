@@ -200,6 +200,17 @@ def test_a_version_zero_of_a_job_that_began_from_a_checkpoint_goes_on_there(job:
     assert killed == bare
 
 
+@pytest.mark.parametrize("accumulated", [(2, 1), (1, 2)])
+def test_so_many_steps_are_made_whatever_an_update_takes(job: Job, accumulated: tuple[int, int]) -> None:
+    arguments = [{"max_steps": 20, "gradient_accumulation_steps": each} for each in accumulated]
+    before, after = (replace(job, lines=48, arguments=each) for each in arguments)
+    assert KILLED in before.live("killed", ("on_step_begin", 12))
+    for step in (13, 15):
+        assert KILLED in after.live("killed", ("on_step_begin", step))
+    assert after.live("killed") == [0]
+    assert after.end("killed")[0]["step"] == 20
+
+
 class TakesNote(TrainerCallback):
     """Of the samples that were trained in each epoch, in a file that each start continues."""
 

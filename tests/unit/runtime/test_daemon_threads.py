@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import wait
+from pathlib import Path
 
 import pytest
 
 from tiercheck.runtime.daemon_threads import DaemonThreads
+from tiercheck.tiers.posix import file_driver
+from tiercheck.tiers.posix.nvme import NvmeDriver
+from tiercheck.tiers.posix.transfer import Blocks
 
 DEADLINE_S = 30.0
 
@@ -107,6 +112,32 @@ loop = asyncio.new_event_loop()
 loop.create_task(main())
 loop.run_forever()
 """
+
+
+async def test_a_driver_that_closed_beside_a_slow_call_leaves_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_driver, "ENDING_S", 0.05)
+    before = set(threading.enumerate())
+    inside, leave = threading.Event(), threading.Event()
+    driver = NvmeDriver(tmp_path, io="buffered")
+    await driver.open()
+
+    def slow(_: object) -> None:
+        inside.set()
+        assert leave.wait(DEADLINE_S)
+
+    driver.directory.transfer = Blocks(block_bytes=1 << 20, depth=4, direct=False)
+    driver.directory.transfer._threads.share(range(8), lambda _: None)
+    call = asyncio.ensure_future(driver.run(slow))
+    assert await asyncio.to_thread(inside.wait, DEADLINE_S)
+    await driver.close()
+    leave.set()
+    await call
+    for each in set(threading.enumerate()) - before:
+        if each.name.startswith("tiercheck"):
+            await asyncio.to_thread(each.join, DEADLINE_S)
+            assert not each.is_alive(), each.name
 
 
 @pytest.mark.parametrize("scheme", ["nvme", "lustre"])

@@ -65,15 +65,17 @@ async def of_tier(url: str, deadline_s: float, *, dry_run: bool) -> list[FoundLe
     left = await leftovers_in(Tier(url, wrap=ReadOnlyDriver), deadline_s)
     if dry_run:
         return left
-    # To open a tier is to reclaim what is left in it.
-    still = {each.left.name for each in await leftovers_in(Tier(url), deadline_s)}
+    still = {each.left.name for each in await leftovers_in(Tier(url), deadline_s, reclaims=True)}
     return [replace(each, removed=each.left.name not in still) for each in left]
 
 
-async def leftovers_in(tier: Tier, deadline_s: float) -> list[FoundLeftover]:
+async def leftovers_in(tier: Tier, deadline_s: float, *, reclaims: bool = False) -> list[FoundLeftover]:
+    """``reclaims``: those that are left when what can be reclaimed was."""
     (opened,) = Hierarchy.of(tier).open().tiers
     await open_tier(opened, deadline_s)
     try:
+        if reclaims:
+            await opened.driver.reclaim()
         return [FoundLeftover(opened.driver.url, each) for each in await opened.driver.leftovers()]
     finally:
         await opened.driver.close()

@@ -69,7 +69,7 @@ class OnDevice:
     ) -> None:
         """``nbytes_max``: of the staging; 0: a share of the device's memory. ``narrowed``: the masters whose fp32
         gradients are said to be bf16 numbers times one scale. ``residual_sizes``: elements that the device is to keep
-        by master, if the codec is a block codec with feedback. ``gate``: what copies to the host wait for. Errors:
+        by master, if it encodes by a codec with feedback. ``gate``: what copies to the host wait for. Errors:
         ``CapacityExceeded``; ``ConfigurationError`` if the codec's kernels cannot be compiled."""
         self.device = device
         self.gate = gate

@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, Transient, Unauthorized
+from tiercheck.runtime.daemon_threads import DaemonThreads
 from tiercheck.types import shown
 
 __all__ = [
@@ -69,12 +70,15 @@ async def has_ipv6_alone(endpoint: str, deadline_s: float) -> bool:
     host = endpoint.rpartition(":")[0]
     if host.startswith("["):
         return True
-    loop = asyncio.get_running_loop()
+    resolving = DaemonThreads(1, f"tiercheck name {host}")  # which the end of the process need not wait for
     try:
         async with asyncio.timeout(deadline_s):
-            found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            future = resolving.submit(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+            found = await asyncio.wrap_future(future)
     except (OSError, UnicodeError):  # a deadline that has passed is one, too
         return False
+    finally:
+        resolving.end()
     return bool(found) and all(family == socket.AF_INET6 for family, *_ in found)
 
 

@@ -14,6 +14,7 @@ import builtins
 import math
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar
 
@@ -171,7 +172,9 @@ class PeerDriver(TierDriver):
                 error.tier = self._url
                 raise
         connect_s = min(self._deadline_s, CONNECT_S_MAX)
-        ipv6 = await has_ipv6_alone(self._at, connect_s)
+        began = time.monotonic()
+        ipv6 = await has_ipv6_alone(self._at, connect_s / 2)
+        connect_s -= time.monotonic() - began
         settings = ClientSettings(self._at, self._chunk_bytes, self._credit_bytes, connect_s, ipv6=ipv6)
         link = self._link = Link(settings, connections=self._connections, keys=self._keys, server_key=self._server_key)
         try:

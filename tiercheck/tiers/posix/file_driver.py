@@ -46,6 +46,8 @@ class Abandoned(Exception):
 class FileDriver(TierDriver):
     """A driver over an object directory; subclasses say where it is and what it survives."""
 
+    may_hang = True
+    """Whether a call may never return, since a server does not answer."""
     maps = False
     """Whether a get maps the object's file instead of reading it. A mapping of what lies on a disk or behind a network
     kills its process with SIGBUS when that does not answer, or has lost a block; a read says so."""
@@ -117,9 +119,12 @@ class FileDriver(TierDriver):
         if threads is None:
             return
         threads.end()
-        ended, _ = await asyncio.wait({asyncio.wrap_future(threads.ended)}, timeout=ENDING_S)
+        transfer = self.directory.transfer
+        ended, _ = await asyncio.wait({asyncio.wrap_future(threads.ended)}, timeout=ENDING_S if self.may_hang else None)
         if ended:
-            await asyncio.to_thread(self.directory.transfer.close)
+            await asyncio.to_thread(transfer.close)
+        else:
+            threads.ended.add_done_callback(lambda _: transfer.close())
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         self.directory.check_key(key)

@@ -117,6 +117,9 @@ class LustreDriver(FileDriver):
             "io": f"buffered {blocks}",
         }
 
+    async def reclaim(self) -> None:
+        await self.run(lambda _: self.shared.reclaim(at_once=True))
+
     def prepare_to_read(self) -> None:
         self._look_at_mount()
         super().prepare_to_read()

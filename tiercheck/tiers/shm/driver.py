@@ -73,6 +73,7 @@ class ShmDriver(FileDriver):
     """
 
     maps = True
+    may_hang = False
 
     def __init__(
         self,

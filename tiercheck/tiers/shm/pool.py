@@ -1,16 +1,18 @@
 """Files kept for reuse, and the counts that tell whether there is room.
 
-What a spare is stands in its name, ``<bytes>-<owner>-<token>``, so that looking for one takes a single reading of
-the directory. ``owner`` (:func:`this_process`) is the process that has it mapped already and would have it back, 0 if
-nobody has: a hint, no lock. Everything here is called under the directory's lock.
+What a spare is stands in its name, ``<bytes>-<pid>-<start>.<token>``, so that looking for one takes a single reading of
+the directory. Its *owner*, ``pid`` and ``start`` (:func:`this_process`), is the process that has it mapped already and
+would have it back, 0 if nobody has: a hint, no lock. Everything here is called under the directory's lock.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +42,11 @@ STARTED = 19
 """Where ``/proc/PID/stat`` says when it began, behind the name: see proc_pid_stat(5)."""
 PID_BITS = 22
 """The kernel's largest number of a process has as many."""
+BEHIND_START = "."
+"""In a token, behind the moment at which the owner began. Older releases take all of it for a token."""
+ALIVE_S = 2.0
+"""It is asked at each reservation."""
+ALIVE_MAX = 256
 # What it costs to use a spare that does not fit, per byte (from measurements; only the ratios matter).
 GROWTH_COST = 6
 MAPPING_COST = 2
@@ -194,8 +201,7 @@ class SegmentPool:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 try:
-                    size, owner, _ = entry.name.split("-")
-                    kind = Kind(int(size, 16), int(owner, 16))
+                    kind = kind_of(entry.name)
                 except ValueError:
                     (self.folder / entry.name).unlink()
                 else:
@@ -210,7 +216,9 @@ class SegmentPool:
 
     def path_for(self, nbytes: int, inode: int, owner: int = NOBODY) -> str:
         """A name for a spare to be, which is counted already."""
-        spare = Spare(f"{nbytes:x}-{owner:x}-{secrets.token_hex(8)}", Kind(nbytes, owner), inode)
+        pid, start = owner % (1 << PID_BITS), owner >> PID_BITS
+        name = f"{nbytes:x}-{pid:x}-{start:x}{BEHIND_START}{secrets.token_hex(8)}"
+        spare = Spare(name, Kind(nbytes, owner), inode)
         if self._accounting.add(pooled_bytes=nbytes, pooled_files=1).changes == self._listed_at + 1:
             self._listed_at += 1
             self._listed[spare.kind][spare.name] = spare
@@ -238,8 +246,10 @@ class SegmentPool:
         for."""
         costs: list[tuple[int, bool, Kind]] = []
         for kind in self.listed():
+            if at_least > 2 * kind.nbytes or kind.nbytes > 2 * at_most:
+                continue
             others = kind.is_of_another_process
-            if at_least > 2 * kind.nbytes or kind.nbytes > 2 * at_most or (others and not selection.owned):
+            if others and not selection.owned:
                 continue
             cost = GROWTH_COST * max(0, at_least - kind.nbytes) + CUT_COST * max(0, kind.nbytes - at_least)
             mapping = (TRESPASS_COST if others else MAPPING_COST) * kind.nbytes
@@ -362,16 +372,34 @@ def owner_of(pid: int) -> int:
     return began(pid) << PID_BITS | pid
 
 
+def kind_of(name: str) -> Kind:
+    """Of a spare. Errors: ``ValueError`` if the file is none."""
+    nbytes, pid, token = name.split("-")
+    start, mark, _ = token.partition(BEHIND_START)
+    owner = (int(start, 16) << PID_BITS if mark else 0) | int(pid, 16)
+    return Kind(int(nbytes, 16), owner)
+
+
 def alive(owner: int) -> bool:
-    """Whether there is such a process; in doubt (one of another container) not."""
-    pid = owner % (1 << PID_BITS)
-    return 0 < began(pid) == owner >> PID_BITS
+    """Whether there is such a process, or was a moment ago; in doubt (one of another container) not."""
+    now = time.monotonic()
+    looked_at, found = _alive.get(owner, (-math.inf, False))
+    if now - looked_at > ALIVE_S:
+        found = 0 < began(owner % (1 << PID_BITS)) == owner >> PID_BITS
+        if len(_alive) >= ALIVE_MAX:
+            _alive.clear()
+        _alive[owner] = now, found
+    return found
+
+
+_alive: dict[int, tuple[float, bool]] = {}
+"""By owner, when somebody looked, and what he found."""
 
 
 def began(pid: int) -> int:
     """When the process began, in ticks since the machine did; 0 if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()  # of all its threads the kernel would add up times
     except OSError:
         return 0
     return int(stat.rpartition(b")")[2].split()[STARTED])

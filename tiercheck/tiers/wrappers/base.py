@@ -80,6 +80,9 @@ class WrappingDriver(TierDriver):
     async def leftovers(self) -> Sequence[Leftover]:
         return await self.inner.leftovers()
 
+    async def reclaim(self) -> None:
+        await self.inner.reclaim()
+
     async def close(self) -> None:
         await self.around(Call(Operation.CLOSE), self.inner.close)
 

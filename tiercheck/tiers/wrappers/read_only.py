@@ -30,6 +30,9 @@ class ReadOnlyDriver(WrappingDriver):
     async def open(self) -> None:
         await self.open_to_read()
 
+    async def reclaim(self) -> None:
+        raise Unsupported("reclaim is refused: the tier was opened to read", tier=self.url)
+
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         if call.operation not in READS:
             raise Unsupported(f"{call.operation} is refused: the tier was opened to read", tier=self.url, key=call.key)

@@ -14,6 +14,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -165,7 +167,8 @@ class Attached(TrainerCallback):
         epoch, batches = begin(*args, **kwargs)
         progress = self._progress
         progress.epoch, progress.updates = epoch, batches // self._trainer.args.gradient_accumulation_steps
-        progress.began_from = given["resume_from_checkpoint"] if epoch or batches else None
+        if epoch or batches:
+            progress.began_from = str(Path(given["resume_from_checkpoint"]).resolve())
         return epoch, batches
 
     def on_train_begin(
@@ -228,10 +231,13 @@ class Attached(TrainerCallback):
         """``Trainer._run_epoch``: pass over what the restored version has behind it. If the Trainer begins later, with
         a checkpoint of its own, what lies between is trained first."""
         progress, trainer = self._progress, self._trainer
-        if kwargs["epoch"] < progress.epoch:
+        # With max_steps the Trainer has counted the epochs that these take, had all of them been as long as now.
+        is_last = kwargs["epoch"] == trainer.state.num_train_epochs - 1
+        goes_on = is_last and trainer.args.max_steps > 0 and progress.ahead < 0
+        if kwargs["epoch"] < progress.epoch and not goes_on:
             return
         first = progress.epoch if self._resumes else kwargs["epoch"]
-        for epoch in range(first, kwargs["epoch"] + 1):
+        for epoch in count(first) if goes_on else range(first, kwargs["epoch"] + 1):
             if trainer.control.should_training_stop:
                 return
             if epoch > first:  # the Trainer has told of the first one

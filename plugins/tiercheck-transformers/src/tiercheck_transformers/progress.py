@@ -73,7 +73,9 @@ class Progress:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer, state = self._trainer, self._trainer.state
-        self.epoch, self.updates = saved["epoch"], saved["updates"]
+        if "samples" in saved or saved["epoch"] or saved["updates"]:
+            self.epoch, self.updates = saved["epoch"], saved["updates"]
+        # else it is a version 0 of an older release, which did not know where the Trainer began: as this one does
         self.samples, self.ahead = saved.get("samples", self.samples), saved.get("ahead", 0)
         self.began_from, self.told, self.begun = (saved.get(name) for name in ("began_from", "told", "begun"))
         for name, value in saved["counted"].items():

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -348,6 +349,42 @@ class TestDebris:
         self.a_minute_passes(root)
         async with LustreDriver(root):
             assert not living.exists()
+
+    async def test_who_asks_for_it_looks_whoever_has_looked(self, root: Path) -> None:
+        dead = self.leave(root, "elsewhere", 3600)
+        async with LustreDriver(root) as driver:
+            assert not dead.exists()
+            dead = self.leave(root, "elsewhere", 3600)
+            await driver.reclaim()
+            assert not dead.exists()
+
+    async def test_who_was_killed_while_it_looked_has_not_looked(self, root: Path) -> None:
+        async with LustreDriver(root):
+            pass
+        self.a_minute_passes(root)
+        dead = self.leave(root, "elsewhere", 3600)
+        dies = mock.patch.object(SharedDirectory, "_remove_unlocked", side_effect=KeyboardInterrupt)
+        with dies, pytest.raises(KeyboardInterrupt):
+            SharedDirectory(root, Traits(True, True, True)).prepare()
+        async with LustreDriver(root):
+            assert not dead.exists()
+
+    async def test_without_a_file_to_take_turns_by_everybody_looks(self, root: Path) -> None:
+        """A disk without inodes, and a tier of an older release."""
+        async with LustreDriver(root):
+            pass
+        (root / ".tiercheck" / "reclaimed").unlink()
+        dead = self.leave(root, "elsewhere", 3600)
+        real = Beneath.open
+
+        def full(self: Beneath, path: str, *given: Any, **options: Any) -> int:
+            if path == ".tiercheck/reclaimed":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(self, path, *given, **options)
+
+        with mock.patch.object(Beneath, "open", full):
+            async with LustreDriver(root):
+                assert not dead.exists()
 
     def a_minute_passes(self, root: Path) -> None:
         os.utime(root / ".tiercheck" / "reclaimed", (0, 0))

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -183,6 +184,22 @@ async def test_a_dead_process_whose_number_lives_again_is_dead(name: str, monkey
         monkeypatch.setattr("os.getpid", lambda: 1)  # another rank
         await driver.prepare_reservations([(MIB, 2)])
         assert blocks(name).keys() == first.keys()
+
+
+def test_older_releases_read_a_number_of_a_process(name: str) -> None:
+    """An agent and a trainer of neighbouring releases have a pool in common."""
+    owner = pool_module.this_process()
+    spares = pool_module.SegmentPool(Path("/pool"), pool_module.PoolAccounting(Path(f"/dev/shm/tiercheck-{name}")))
+    try:
+        written = Path(spares.path_for(MIB, 7, owner)).name
+    finally:
+        Path(f"/dev/shm/tiercheck-{name}").unlink()
+    nbytes, pid, _ = written.split("-")
+    assert (int(nbytes, 16), int(pid, 16)) == (MIB, os.getpid())
+    assert pool_module.kind_of(written) == (MIB, owner)
+    assert pool_module.alive(owner)
+    assert pool_module.kind_of(f"{MIB:x}-{os.getpid():x}-{'0' * 16}") == (MIB, os.getpid())
+    assert not pool_module.alive(os.getpid()), "nobody knows whether it is the same one"
 
 
 async def test_more_than_there_is_room_for(name: str) -> None:

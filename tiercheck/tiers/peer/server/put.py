@@ -344,6 +344,7 @@ class Puts:
     def _lose(self, put: Incoming, error: Transient, now: float) -> None:
         """Its memory is somebody else's affair: the put is over."""
         assert put.memory is not None
+        put.phase = Phase.DROPPING
         self._desk.drop("driver")
         self._return_credit(put, 0)
         self._desk.ask(DropMemory(put.memory), lambda *_: None)

@@ -248,7 +248,12 @@ class NamespaceStore:
                 continue
             # Nobody gets it from here on. Who has it already may have reserved memory of it just now.
             self._drivers.pop(namespace, None)
-            if (await driver.usage()).used_bytes == 0:
+            try:
+                stays = (await driver.usage()).used_bytes > 0
+            except BaseException:
+                self._drivers[namespace] = driver
+                raise
+            if not stays:
                 await driver.close()
                 return True
             self._drivers[namespace] = driver

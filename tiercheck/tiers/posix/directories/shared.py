@@ -247,13 +247,13 @@ class SharedDirectory(ObjectDirectory):
             stays = self.beneath.remove_empty(parent_of(key))
         self._sync_names(stays)
 
-    def reclaim(self) -> None:
+    def reclaim(self, *, at_once: bool = False) -> None:
         """Remove the files of dead writers: they lie there unlocked, or, if our lock does not reach, for a day.
 
         That lists every directory there is. So of all who open the tier at a time, as the ranks of a job do, one looks;
-        and not again before what was too young then may be old enough.
+        and not again before what was too young then may be old enough. ``at_once``: whoever has looked.
         """
-        with self._turn_to_reclaim() as is_mine:
+        with nullcontext(True) if at_once else self._turn_to_reclaim() as is_mine:
             for path in self._half_written("") if is_mine else ():
                 host, made_s = parse_temporary_name(name_in_folder(path))
                 age_s = time.time() - made_s
@@ -262,13 +262,17 @@ class SharedDirectory(ObjectDirectory):
 
     @contextmanager
     def _turn_to_reclaim(self) -> Iterator[bool]:
-        fd = self.beneath.open(RECLAIMED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fd = self.beneath.open(RECLAIMED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        except OSError:  # no inode is left, say
+            yield True
+            return
         try:
             mine = not (self._was_reclaimed(fd) or (self.locks and not try_lock(fd)) or self._was_reclaimed(fd))
+            yield mine
             if mine:
                 with suppress(OSError):  # full: then the next one looks as well
                     os.pwrite(fd, b"\n", 0)
-            yield mine
         finally:
             if self.locks:
                 unlock(fd)

@@ -127,6 +127,7 @@ def test_a_put_whose_memory_is_gone_is_begun_anew_by_its_caller() -> None:
     assert isinstance(error, Transient)
     assert "begin anew" in str(error)
     assert len(dropped) == 1
+    assert talk.server.statistics(0).bytes_in_flight == 0, "its credit is others'"
 
 
 def test_a_put_that_was_dropped_for_silence_is_sent_whole() -> None:

@@ -95,6 +95,32 @@ async def test_a_namespace_is_not_closed_under_who_reserves_memory_there(
     remove_namespace(f"{name}-first")
 
 
+async def test_a_namespace_that_cannot_be_asked_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is still empty, when it was to be closed for a further one."""
+    driver = ShmDriver(name, size=8 << 20)
+
+    async def open_namespace(_: str) -> ShmDriver:
+        await driver.open()
+        return driver
+
+    store = NamespaceStore(open_namespace, PeerLimits(namespaces=1))
+    await store.do(Greet("first"))
+    usage, asked = ShmDriver.usage, list[int]()
+
+    async def fails_the_second_time(driver: ShmDriver) -> Usage:
+        asked.append(1)
+        if len(asked) == 2:
+            raise Transient("not now")
+        return await usage(driver)
+
+    monkeypatch.setattr(ShmDriver, "usage", fails_the_second_time)
+    with pytest.raises(Transient, match="not now"):
+        await store.do(Greet("second"))
+    assert await store.driver("first") is driver
+    await store.close()
+    assert not driver.is_open
+
+
 async def test_memory_of_a_namespace_that_was_closed_meanwhile_is_no_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
