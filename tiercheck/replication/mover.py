@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN = Backoff(2.0, 8.0)
 """The pauses between looks at a tier for which nothing is left to do, and of which nobody says that it has changed."""
+LOOK_S_MAX = 5.0
+"""Whoever waits for nothing waits for a look at the node's memory all the same."""
 NAMED_MAX = 3
 """Of the objects that a wait ended for, so many are named."""
 
@@ -381,7 +383,7 @@ class Mover:
 
         async def room() -> bool:
             await self._observer.refresh_nearby()
-            if not has_room():
+            if deadline_s and not has_room():
                 await self._observer.refresh(durable, asked_at)
             return has_room()
 
@@ -434,11 +436,15 @@ class Mover:
         what: Callable[[], str],
         tiers: Sequence[OpenTier],
     ) -> None:
-        """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
+        """Wait for the condition; if the deadline is 0, look once. Errors: ``DeadlineExceeded`` saying ``what``, and what
+        these tiers lack."""
+        within_s = deadline_s or LOOK_S_MAX
         try:
-            async with self._pacer.hurrying(), self._attempts.waited_for(deadline_s), asyncio.timeout(deadline_s):
+            async with self._pacer.hurrying(), self._attempts.waited_for(deadline_s), asyncio.timeout(within_s):
                 self.nudge()
                 while not await condition():
+                    if not deadline_s:
+                        raise TimeoutError
                     if self.conflict is not None:
                         raise self.conflict
                     if self._stopped is not None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.failing import Failing
+from tests.processes import until
 from tests.training import FULL, Training, faulty, memory, recovered
 from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import ConfigurationError, SaveError, UnsupportedSetup
+from tiercheck.errors import ConfigurationError, SaveError, Transient, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import Reservation
+from tiercheck.tiers.wrappers.base import Call, Operation
 from tiercheck.types import Fidelity
 
 
@@ -92,6 +96,33 @@ def test_a_durable_tier_that_takes_nothing_stalls_training_once(tmp_path: Path) 
         training.step(version)
     assert checkpointer.stats.failed_saves > 2
     assert 1.0 <= checkpointer.stats.drain_stall_s < 2.0
+    checkpointer.abort()
+
+
+def test_bases_are_made_again_when_the_durable_tier_is_back(tmp_path: Path, name: str) -> None:
+    """Whoever has waited for room in vain waits no more, and looks each time. In shared memory that takes a moment."""
+    away = threading.Event()
+
+    def refusing(call: Call) -> Exception | None:
+        return Transient("away") if away.is_set() and call.operation is Operation.PUT else None
+
+    durable = Tier(f"nvme://{tmp_path}?survives=rack", wrap=lambda driver: Failing(driver, refusing))
+    training = Training()
+    hierarchy = Hierarchy.of(f"shm://{name}?size=32MiB", durable)
+    checkpointer = training.attach(hierarchy, base_every=2, batch=2, on_save_error="warn", deadline_s=1.0)
+    away.set()
+    version = 0
+    while checkpointer.stats.failed_saves < 3:
+        version += 1
+        training.step(version)
+    away.clear()
+    until(lambda: not checkpointer.stats.mover.undrained_bases, "the durable tier has all bases")
+    failed, bases = checkpointer.stats.failed_saves, checkpointer.stats.bases
+    for more in range(1, 7):
+        training.step(version + more)
+        checkpointer.flush()
+    assert checkpointer.stats.failed_saves == failed
+    assert checkpointer.stats.bases >= bases + 3
     checkpointer.abort()
 
 

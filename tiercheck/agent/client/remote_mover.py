@@ -59,6 +59,8 @@ class RemoteMover:
         """The bases that were left to it last."""
         self._told = True
         """The agent was told of them."""
+        self._left: Sequence[int] = ()
+        """Those of them that training counts on: an agent that is started anew must hear of them."""
         self._withdrawn = False
         self._registering = asyncio.Lock()
         """Held while an agent that knows nothing of the job is told of it."""
@@ -108,7 +110,7 @@ class RemoteMover:
     def leave(self, due: Sequence[int]) -> None:
         """As :class:`tiercheck.replication.mover.MoverHandle` has it. If the agent does not hear of it, it does with
         the next ones."""
-        self._due, self._told = due, False
+        self._due, self._told, self._left = due, False, due
         self._nudged.set()
 
     async def run(self) -> None:
@@ -117,7 +119,7 @@ class RemoteMover:
         while self._conflict is None and not self._withdrawn:
             try:
                 await self._ask(Look(min(LOOK_S, self._deadline_s), *self._who))
-                if await self._nudged_within(REFRESH_S):
+                if await self._nudged_within(REFRESH_S) or not self._told:
                     hurry_s, self._hurry_s = self._hurry_s, 0.0
                     due = () if self._told else tuple(self._due)
                     self._told = True
@@ -153,6 +155,8 @@ class RemoteMover:
         if due:
             self._due, self._told = due, True
         await self._ask(RoomForBase(deadline_s, *self._who, tuple(due), patiently))
+        if due and self._status.folds_to >= max(due):
+            self._left = due
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.drain`."""
@@ -190,6 +194,8 @@ class RemoteMover:
 
     def _take(self, reply: RankReply) -> None:
         self._status = reply.status
+        if self._left and self._status.folds and self._status.folds_to < max(self._left):
+            self._due, self._told = self._left, False
         if reply.conflict is not None and self._conflict is None:
             self._conflict = JobConflict(reply.conflict)
 

@@ -6,7 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from tests.unit.agent.server.test_service import until
+from tiercheck.agent.client import remote_mover
 from tiercheck.agent.client.client import AgentClient
 from tiercheck.agent.client.remote_mover import RemoteMover
 from tiercheck.agent.protocol.messages import JobRequest, Nudge, RankReply
@@ -57,3 +60,46 @@ async def test_bases_that_were_left_are_told_of_though_room_was_asked_for_since(
     await until(lambda: any(isinstance(each, Nudge) for each in asked), "a nudge")
     running.cancel()
     assert next(each.due for each in asked if isinstance(each, Nudge)) == (10,)
+
+
+async def test_an_agent_that_was_started_anew_is_told_of_bases_that_were_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it can fold them, until it has taken them. Those that it had refused are the trainer's."""
+    monkeypatch.setattr(remote_mover, "REFRESH_S", 0.01)
+    said = MoverStatus(folds=True, folds_to=10)
+    nudges: list[tuple[int, ...]] = []
+    looks: list[JobRequest] = []
+
+    class Client:
+        async def request(self, request: JobRequest, reply: type[RankReply]) -> RankReply:
+            looks.append(request)
+            return reply(said)
+
+        async def tell(self, request: JobRequest) -> None:
+            assert isinstance(request, Nudge)
+            nudges.append(tuple(request.due))
+
+    job = cast(ReplicationJob, SimpleNamespace(namespace="run", rank=1, generation=1))
+    mover = RemoteMover(cast(AgentClient, Client()), cast(TierDriver, None), job)
+    await mover.room_for_base(1.0, (10,))
+    running = asyncio.create_task(mover.run())
+
+    async def several_looks() -> None:
+        seen = len(looks)
+        await until(lambda: len(looks) > seen + 3, "looks")
+
+    await several_looks()
+    assert nudges == []
+    said = MoverStatus(prepares_folding=True)
+    await several_looks()
+    assert nudges == []
+    said = MoverStatus(folds=True)
+    await until(lambda: nudges, "a nudge")
+    assert set(nudges) == {(10,)}
+    said = MoverStatus(folds=True, folds_to=10)
+    await several_looks()
+    nudges.clear()
+    await mover.room_for_base(1.0, (10, 20))  # it does not take the second one
+    said = MoverStatus(folds=True)
+    await until(lambda: nudges, "a nudge")
+    assert set(nudges) == {(10,)}
+    running.cancel()
