@@ -436,8 +436,8 @@ class Mover:
         what: Callable[[], str],
         tiers: Sequence[OpenTier],
     ) -> None:
-        """Wait for the condition; if the deadline is 0, look once. Errors: ``DeadlineExceeded`` saying ``what``, and what
-        these tiers lack."""
+        """Wait for the condition; if the deadline is 0, look once. Errors: ``DeadlineExceeded`` saying ``what``, and
+        what these tiers lack."""
         within_s = deadline_s or LOOK_S_MAX
         try:
             async with self._pacer.hurrying(), self._attempts.waited_for(deadline_s), asyncio.timeout(within_s):

@@ -254,6 +254,30 @@ def trained(folder: Path, steps: range) -> list[str]:
     return [str(tokens) for step, tokens in sorted(noted, key=lambda each: each[0]) if step in steps]
 
 
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_ends_where_a_job_on_other_ranks_does(job: Job, ranks: tuple[int, int], kind: str) -> None:
+    arguments = {"eval_strategy": "no", "num_train_epochs": 4, "lr_scheduler_type": kind, "logging_steps": 1}
+    before, after = (replace(job, lines=48, arguments=arguments, ranks=each) for each in ranks)
+    assert KILLED in before.live("killed", ("on_step_begin", 14 // ranks[0]))
+    assert KILLED in after.live("killed", ("on_step_begin", 14 // ranks[0] + 2))
+    assert after.live("killed") == [0] * ranks[1]
+    end = after.end("killed")[0]
+    rates = [each["learning_rate"] for each in end["logged"] if "learning_rate" in each][14 // ranks[0] :]
+    assert rates == sorted(rates, reverse=True), "it falls, and never rises"
+    assert end["rate"] == pytest.approx(0, abs=1e-6), "for the step that is not made"
+    assert rates[-2] > 1e-4
+    assert end["epoch"] == 4
+
+
+def test_another_order_of_an_epoch_that_was_begun_is_told(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    assert KILLED in replace(job, arguments={"seed": 1}).live("killed", ("on_step_begin", 2))
+    trainer = replace(job, arguments={"seed": 2, "eval_strategy": "no", "max_steps": 4}).trainer("killed")
+    attach(trainer, Hierarchy.of(*job.tiers))
+    trainer.train()
+    assert "seed is 2, and was 1: epoch 0 goes on in another order" in caplog.text
+
+
 class Stops(TrainerCallback):
     """As a time limit does, or a signal: at this step of the first start."""
 

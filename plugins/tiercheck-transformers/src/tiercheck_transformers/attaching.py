@@ -18,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tiercheck.checkpointer import Checkpointer
@@ -163,7 +165,7 @@ class Attached(TrainerCallback):
     def _begin(self, begin: Callable[..., tuple[int, int]], *args: Any, **kwargs: Any) -> tuple[int, int]:
         """``Trainer._init_training_state``: where the Trainer itself begins, perhaps with a checkpoint of its own."""
         given = inspect.signature(begin).bind(*args, **kwargs).arguments
-        self._updates_of_epoch = given["num_update_steps_per_epoch"]
+        self._progress.updates_of_epoch = self._updates_of_epoch = given["num_update_steps_per_epoch"]
         epoch, batches = begin(*args, **kwargs)
         progress = self._progress
         progress.epoch, progress.updates = epoch, batches // self._trainer.args.gradient_accumulation_steps
@@ -180,6 +182,7 @@ class Attached(TrainerCallback):
             return
         self._resumes = True
         self._convert_updates(state)
+        self._tell_of_order()
         if recovery.version == 0:  # what draws until the first epoch begins has drawn then, too
             return
         self._progress.began_from = None
@@ -198,24 +201,42 @@ class Attached(TrainerCallback):
         """Another number of ranks, or another batch: the samples that the epoch has behind it are as many updates."""
         progress, trainer = self._progress, self._trainer
         before, now = progress.samples, progress.samples_now
-        passed = progress.updates * before
-        if before != now:
+        passed, by_epochs = progress.updates * before, trainer.args.max_steps <= 0
+        if before != now or (by_epochs and progress.updates_of_epoch != self._updates_of_epoch):
             progress.updates = passed // now
             progress.ahead = state.global_step - progress.epoch * self._updates_of_epoch - progress.updates
-        if trainer.args.max_steps <= 0:  # the epochs say how long it trains, and the Trainer has counted their updates
+        progress.updates_of_epoch = self._updates_of_epoch
+        follows = True
+        if by_epochs and progress.ahead:  # they say how long it trains, and the Trainer has counted their updates
             state.max_steps += progress.ahead
+            follows = schedule_until(trainer, state.max_steps)
+            if not follows:
+                log.warning("the job ends after step %d, and its schedule of learning rates elsewhere", state.max_steps)
         if before == now or not trainer.is_world_process_zero():
             return
         log.warning(
             "an update takes %d samples, and took %d before: the %d samples that epoch %d has behind it are passed "
-            "over, %d of them are trained again, and the job ends after step %d. The learning rates of a schedule are "
-            "those of this start",
+            "over, %d of them are trained again, and the job ends after step %d",
             now,
             before,
             passed,
             progress.epoch,
             passed % now,
             state.max_steps,
+        )
+
+    def _tell_of_order(self) -> None:
+        """That the rest of an epoch is another one's."""
+        progress, now = self._progress, self._progress.order_now
+        if not progress.updates or progress.order == now or not self._trainer.is_world_process_zero():
+            return
+        changed = [
+            f"{name} is {now[name]!r}, and was {was!r}" for name, was in progress.order.items() if was != now[name]
+        ]
+        log.warning(
+            "%s: epoch %d goes on in another order, so that some of its samples are trained twice and some not",
+            "; ".join(changed),
+            progress.epoch,
         )
 
     def _tell_of_epoch(self) -> None:
@@ -323,6 +344,28 @@ class Attached(TrainerCallback):
             self._trainer.remove_callback(each)
         for unwrap in reversed(self._unwrap):
             unwrap()
+
+
+def schedule_until(trainer: Trainer, steps: int) -> bool:
+    """Have the schedule of learning rates end with the job. Whether it does: it is one of functions of the step."""
+    schedule, optimizer = trainer.lr_scheduler, trainer.optimizer
+    if not isinstance(schedule, LambdaLR) or optimizer is None:
+        return False
+    # On the optimizer itself a schedule would set the learning rates of its first step.
+    groups = [{"params": [torch.zeros(1)], "lr": float(rate)} for rate in schedule.base_lrs]
+    trainer.lr_scheduler = None
+    try:
+        made = trainer.create_scheduler(steps, torch.optim.SGD(groups))
+    finally:
+        trainer.lr_scheduler = schedule
+    if not isinstance(made, LambdaLR):
+        return False
+    schedule.lr_lambdas = made.lr_lambdas
+    rates = [rate * each(schedule.last_epoch) for rate, each in zip(schedule.base_lrs, made.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+    return True
 
 
 def draws_its_order(trainer: Trainer) -> bool:

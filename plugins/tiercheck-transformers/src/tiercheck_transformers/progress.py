@@ -45,6 +45,10 @@ class Progress:
         """The random generators as the epoch began, if its order of samples was drawn from them."""
         self.samples = self.samples_now
         """Of an update, on all ranks. As restored: those of the start before."""
+        self.order = self.order_now
+        """What the order of an epoch's samples follows from. As restored: that of the start before."""
+        self.updates_of_epoch = 0
+        """As restored: those of the start before."""
         self.ahead = 0
         """So many steps more were made than there are updates behind this place in the data, since an update was
         shorter before. Negative: fewer."""
@@ -60,6 +64,8 @@ class Progress:
             "updates": self.updates,
             "samples": self.samples_now,
             "ahead": self.ahead,
+            "updates_of_epoch": self.updates_of_epoch,
+            "order": self.order_now,
             "began_from": self.began_from,
             "counted": {name: getattr(state, name) for name in COUNTED},
             "log": self._logged(),
@@ -77,6 +83,8 @@ class Progress:
             self.epoch, self.updates = saved["epoch"], saved["updates"]
         # else it is a version 0 of an older release, which did not know where the Trainer began: as this one does
         self.samples, self.ahead = saved.get("samples", self.samples), saved.get("ahead", 0)
+        self.updates_of_epoch = saved.get("updates_of_epoch", self.updates_of_epoch)
+        self.order = saved.get("order", self.order)
         self.began_from, self.told, self.begun = (saved.get(name) for name in ("began_from", "told", "begun"))
         for name, value in saved["counted"].items():
             setattr(state, name, value)
@@ -99,6 +107,16 @@ class Progress:
     @property
     def samples_now(self) -> int:
         return int(self._trainer.get_total_train_batch_size(self._trainer.args))
+
+    @property
+    def order_now(self) -> dict[str, Any]:
+        args, data = self._trainer.args, self._trainer.train_dataset
+        return {
+            "seed": args.seed,
+            "data_seed": args.data_seed,
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "samples of the data": len(data) if hasattr(data, "__len__") else None,
+        }
 
     @property
     def has_stopped_early(self) -> bool:
