@@ -126,7 +126,7 @@ class NumberConversion:
     def carry_over(self, told: Sequence[Any], *, rank: int, world_size: int, saved_by: int) -> None:
         pass
 
-    def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
+    def finish(self, told: Sequence[Any], version: int, *, gone: range = range(0)) -> Rebuilt:
         assert self._host_state is not None
         self.state.weight[:], self.state.momentum[:] = self._weight, self._momentum
         return Rebuilt(self._host_state)

@@ -375,8 +375,9 @@ class Conversion(Protocol):
         ``ConfigurationError``."""
         ...
 
-    def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
-        """Load it. ``told``: of all ranks. :meth:`TrainingState.refresh` follows."""
+    def finish(self, told: Sequence[Any], version: int, *, gone: range = range(0)) -> Rebuilt:
+        """Load it. ``told``: of all ranks. ``gone``: ranks that saved, of whose number none is here, and of which this
+        rank is to tell. :meth:`TrainingState.refresh` follows."""
         ...
 
     @property

@@ -15,12 +15,14 @@ from tiercheck.agent.client.connection import AgentGone
 from tiercheck.agent.protocol.rundir import RunDirectory, lock_file
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.errors import ConfigurationError, DeadlineExceeded
+from tiercheck.runtime.daemon_threads import DaemonThreads
 from tiercheck.tiers.posix.files import unlock_and_close
 
 __all__ = ["START_S_MAX", "start_detached", "starting"]
 
 START_S_MAX = 60.0
 LOCK_AGAIN_S = 0.05
+AGAIN_S = 0.2
 
 
 @asynccontextmanager
@@ -43,13 +45,21 @@ async def starting(run: RunDirectory, deadline_s: float) -> AsyncIterator[None]:
 async def start_detached(
     run: RunDirectory, settings: AgentSettings, environment: Mapping[str, str], deadline_s: float
 ) -> None:
-    """Start an agent that outlives this process, in this environment, and wait until it answers.
+    """Start an agent that outlives this process, in this environment, and wait until it answers, or another one does.
 
     Errors: ``ConfigurationError`` if it ended instead; ``AgentGone`` if it was killed; ``DeadlineExceeded``; each with
     the end of its log.
     """
+    thread = DaemonThreads(1, "tiercheck agent's start")
+    spawned = thread.submit(lambda: _spawn(run, settings, environment, deadline_s))
+    thread.end()
+    spawning = asyncio.wrap_future(spawned)
+    while not spawning.done():
+        await asyncio.wait({spawning}, timeout=AGAIN_S)
+        if not spawning.done() and run.incarnation():  # a platform has started one, for whose lock ours waits
+            return
     try:
-        code = await asyncio.to_thread(_spawn, run, settings, environment, deadline_s)
+        code = spawning.result()
     except subprocess.TimeoutExpired:
         if run.agent_lives():
             return

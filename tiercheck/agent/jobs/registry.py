@@ -52,6 +52,8 @@ class JobRegistry:
         self._replicators: dict[ReplicatorKey, RankReplicator] = {}
         self._changing: dict[ReplicatorKey, asyncio.Lock] = {}
         self._withdrawn: dict[ReplicatorKey, ReplicationJob] = {}
+        self._forgotten: set[ReplicatorKey] = set()
+        """Those of them that did not take their leave: they are looked for as long as their memory is there."""
         """Those that have ended and left what they captured."""
         self._looks: dict[ReplicatorKey, tuple[float, int]] = {}
         """Of those whose trainers are gone: when it is looked again whether they are past, and how often it was."""
@@ -153,6 +155,9 @@ class JobRegistry:
             if replicator.gone or (not replicator.needed and replicator.silent_s > FORGET_S):
                 async with self._alone_with(key):
                     if self._replicators.get(key) is replicator:
+                        if replicator.left:  # the job may go on elsewhere yet, however long it has waited
+                            self._withdrawn[key] = replicator.job
+                            self._forgotten.add(key)
                         await self._drop(key)
 
     def free_departed(self) -> None:
@@ -185,7 +190,7 @@ class JobRegistry:
             finally:
                 looked = self._looks[key][1] + 1
                 self._looks[key] = _now() + LOOK_AGAIN.pause_s(looked), looked
-                if looked >= LOOKS_MAX:
+                if looked >= LOOKS_MAX and key not in self._forgotten:
                     self._withdrawn.pop(key, None)
 
     async def _forget(self, key: ReplicatorKey, job: ReplicationJob) -> bool:
@@ -201,6 +206,7 @@ class JobRegistry:
             self._withdrawn[key] = job  # until it is freed
             await free_memory(job)
             del self._withdrawn[key]
+            self._forgotten.discard(key)
             return True
 
     async def close(self) -> None:
@@ -266,6 +272,7 @@ class JobRegistry:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {REPLICATORS_MAX} ranks already")
         await self._drop(key)
         self._withdrawn.pop(key, None)
+        self._forgotten.discard(key)
         replicator = self._replicators[key] = RankReplicator(
             job,
             folds_in=self._folds_in,

@@ -9,6 +9,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,18 @@ class RunDirectory:
         except OSError:  # that is no answer
             return True
         return found
+
+    def keep_beside(self) -> bool:
+        """Have what removes old files take those beside the lock for new ones, too. Whether :attr:`info` is there."""
+        with suppress(OSError):  # there is none without keys
+            os.utime(self.peer_socket)
+        try:
+            os.utime(self.info)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass  # that is no answer
+        return True
 
     @property
     def process(self) -> str:

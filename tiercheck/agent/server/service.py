@@ -187,7 +187,11 @@ class Agent:
         """If they were removed, trainers start another agent. If none does, there may be none, and what is left is
         brought where it belongs first."""
         assert self._lock is not None
-        if not self.run.is_found_by(self._lock):
+        if self.run.is_found_by(self._lock):
+            if not self.run.keep_beside():
+                with suppress(OSError):  # then at the next look
+                    self._write_info()  # the next agent of the node finds the port in it
+        else:
             until = _now() + REPLACED_S
             while not self.run.agent_lives() and not self.ending.is_set() and _now() < until:
                 with suppress(TimeoutError):

@@ -302,6 +302,7 @@ class Relayout:
             asking = partial(self._conversion.carry_over, [told for _, told in taken], **sizes)
             await self._ranks.gather("asking what batches are drawn from", asking)
         ends: list[Rebuilt] = []
+        gone = range(self._ranks.world_size, self._layout.world_size) if rank == 0 else range(0)
         fit = self._fit
         unfit = (
             f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was attached"
@@ -309,7 +310,7 @@ class Relayout:
 
         def load() -> None:
             with fitting(unfit):
-                ends.append(self._conversion.finish([told for _, told in taken], version))
+                ends.append(self._conversion.finish([told for _, told in taken], version, gone=gone))
 
         def settle() -> str:
             self._state.refresh()

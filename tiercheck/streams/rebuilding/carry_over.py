@@ -67,10 +67,12 @@ def carried_over(
     options: Sequence[Mapping[str, Any]],
     version: int,
     own: bool,
+    gone: range = range(0),
     given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
     """What the provider puts back; what of the job's state begins anew, since it was not saved; and what else there is
-    to tell. ``options``: of its parameter groups. ``given``: what :func:`given_by` returned, if it was asked.
+    to tell. ``options``: of its parameter groups. ``gone``: ranks that saved, and of whose number none is here.
+    ``given``: what :func:`given_by` returned, if it was asked.
 
     Errors: ``Mismatch`` for an object of the user's whose state was saved, and which is not attached here.
     """
@@ -101,6 +103,13 @@ def carried_over(
         notes.append(
             "nothing is there that a rank of this number saved of its own: random generators and what batches are "
             f"drawn from begin as the script made them{', but for what carry_over gave' if given else ''}"
+        )
+    left = sorted(name for name in live.get("stateful", {}) if is_users(name) and name not in (given or {}))
+    if gone and left:
+        ranks = f"ranks {gone[0]} to {gone[-1]}" if len(gone) > 1 else f"rank {gone[0]}"
+        notes.append(
+            f"what {ranks} had in stateful= ({', '.join(left)}) is nobody's now: say who goes on with it by "
+            "Loading(carry_over=...)"
         )
     if given:
         notes.append(f"as carry_over gave it, of what all ranks had that saved: {', '.join(sorted(given))}")

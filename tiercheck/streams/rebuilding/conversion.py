@@ -197,7 +197,7 @@ class TensorConversion:
             saved = [found.get(old) for old in range(saved_by)]
             self._given = given_by(function, saved, rank, world_size, attached)
 
-    def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
+    def finish(self, told: Sequence[Any], version: int, *, gone: range = range(0)) -> Rebuilt:
         elsewhere = {int(group): options for each in reversed(told) for group, options in each["options"].items()}
         found = {**elsewhere, **self._options}
         live = self._provider.hyperparameters()
@@ -207,7 +207,13 @@ class TensorConversion:
         for name in sorted(name for name, elements in self._stated.items() if elements < self._elements(name)):
             self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
         host_state, lost, self._notes = carried_over(
-            self._provider, self._host_state or {}, options=options, version=version, own=self._own, given=self._given
+            self._provider,
+            self._host_state or {},
+            options=options,
+            version=version,
+            own=self._own,
+            gone=gone,
+            given=self._given,
         )
         self._inexact |= dict.fromkeys(lost)
         self._provider.load(

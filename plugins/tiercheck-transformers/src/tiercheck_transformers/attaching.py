@@ -230,8 +230,9 @@ class Attached(TrainerCallback):
         progress, now = self._progress, self._progress.order_now
         if not progress.updates or progress.order == now or not self._trainer.is_world_process_zero():
             return
+        before = progress.order
         changed = [
-            f"{name} is {now[name]!r}, and was {was!r}" for name, was in progress.order.items() if was != now[name]
+            f"{name} is {now[name]!r}, and was {before.get(name)!r}" for name in now if now[name] != before.get(name)
         ]
         log.warning(
             "%s: epoch %d goes on in another order, so that some of its samples are trained twice and some not",

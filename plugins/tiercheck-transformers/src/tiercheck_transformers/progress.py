@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Progress:
             "seed": args.seed,
             "data_seed": args.data_seed,
             "train_sampling_strategy": str(args.train_sampling_strategy),
-            "samples of the data": len(data) if hasattr(data, "__len__") else None,
+            "samples of the data": len(data) if isinstance(data, Sized) else None,
         }
 
     @property

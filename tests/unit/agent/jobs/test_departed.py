@@ -11,6 +11,7 @@ from tests.shared_memory import root_of
 from tests.unit.agent.server.test_service import Clock, brisk, clock, running, trainer, until
 from tiercheck.agent.client.trainer_lock import TrainerLock
 from tiercheck.agent.jobs.departed import captured
+from tiercheck.agent.jobs.registry import LOOKS_MAX
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.server.service import Agent
 from tiercheck.keys import CommitKey, ShardKey
@@ -182,3 +183,33 @@ async def test_memory_of_a_job_that_is_down_stays(node: Node, clock: Clock) -> N
         assert len(agent.registry) == 1
         async with make_driver(f"shm://{name}") as first:
             assert [info.key async for info in first.list("r00000/")]
+
+
+async def test_memory_of_a_rank_that_is_away_for_days_is_freed_when_the_job_goes_on_elsewhere(
+    node: Node, clock: Clock
+) -> None:
+    """It has waited in a queue. By then the agent has forgotten the rank, and not its memory."""
+    node.shm(), node.shm()
+    staying, departed = node.namespaces
+    async with running(node) as agent:
+        await saved(node, f"shm://{staying}", 0)
+        await saved(node, f"shm://{departed}", 1)
+        await until(lambda: all(each.state == "moving" for each in agent.registry), "the movers")
+        clock.ahead_s += agent.settings.linger_s + 60
+        await until(lambda: all(not each.needed for each in agent.registry), "all is brought home")
+        clock.ahead_s += 2 * 86400
+        await agent.registry.tidy()
+        assert not len(agent.registry), "nobody has been heard of for long"
+        await looked(agent, LOOKS_MAX + 1)
+        assert root_of(departed).exists(), "nobody goes on yet"
+        lock = TrainerLock(RunDirectory.of(node.name), f"shm://{staying}", 0)
+        async with trainer(node, node.job(f"shm://{staying}", generation=2)) as (mover, hierarchy, _):
+            await mover.register()
+            lock.recovered()
+            await capture(hierarchy, base(1, generation=2))
+            assert await mover.cycle()
+            clock.ahead_s += 20
+            await looked(agent)
+            assert not root_of(departed).exists()
+            assert root_of(staying).exists()
+        lock.release()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +98,45 @@ async def test_one_that_somebody_else_was_starting_does_as_well(node: Node, monk
         monkeypatch.setattr(start, "_spawn", spawn)
         await start.start_detached(run, node.settings(), {}, 20)
         assert run.agent_lives()
+
+
+async def test_one_that_waits_for_the_lock_of_a_platforms_is_not_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.of(node.name)
+    leave = threading.Event()
+    async with AsyncExitStack() as stack:
+        loop = asyncio.get_running_loop()
+
+        def spawn(*_: object) -> int:
+            asyncio.run_coroutine_threadsafe(stack.enter_async_context(running(node)), loop).result(20)
+            leave.wait(20)
+            return 1
+
+        monkeypatch.setattr(start, "_spawn", spawn)
+        await start.start_detached(run, node.settings(), {}, 20)
+        assert not leave.is_set()
+        assert run.agent_lives()
+        leave.set()
+
+
+async def test_files_beside_the_lock_are_kept_from_who_removes_old_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next agent of the node finds its port there."""
+    monkeypatch.setattr("tiercheck.agent.server.service.TICK_S", 0.01)
+    async with running(node) as agent:
+        serving = asyncio.create_task(agent.serve())
+        said = agent.run.info.read_bytes()
+        beside = [path for path in (agent.run.info, agent.run.peer_socket) if path.exists()]
+        for path in beside:
+            os.utime(path, (0, 0))
+        await until(lambda: all(path.stat().st_mtime > 0 for path in beside), "they are new")
+        agent.run.info.unlink()
+        await until(agent.run.info.exists, "it is written again")
+        assert json.loads(agent.run.info.read_bytes())["incarnation"] == json.loads(said)["incarnation"]
+        agent.ending.set()
+        await serving
 
 
 async def test_the_platforms_agent_relieves_one_that_a_trainer_started(node: Node) -> None:

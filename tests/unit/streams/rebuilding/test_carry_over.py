@@ -123,6 +123,22 @@ def test_by_the_rule_it_goes_to_the_rank_of_the_same_number(job: Job) -> None:
     assert any("begin as the script made them" in note for note in third.notes)
 
 
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_ranks_that_are_gone_had_is_told_by_one(job: Job, after: int) -> None:
+    job.run(3, FAILED_AT)
+    gone = {1: "what ranks 1 to 2 had in stateful= (sampler) is", 2: "what rank 2 had in stateful= (sampler) is", 3: ""}
+    for rank, (recovery, _) in enumerate(job.run(after, 0)):
+        notes = "; ".join(recovery.notes)
+        assert ("nobody's now" in notes) == (rank == 0 and after < 3)
+        assert rank or gone[after] in notes
+
+
+def test_who_goes_on_with_it_is_not_asked_again(job: Job) -> None:
+    job.run(3, FAILED_AT)
+    for recovery, _ in job.run(2, 0, dealt_anew):
+        assert "nobody's now" not in "; ".join(recovery.notes)
+
+
 def test_a_rank_whose_position_is_lost_is_told_and_costs_the_fidelity(job: Job) -> None:
     job.run(3, FAILED_AT)
     shutil.rmtree(job.directory / "run" / "r00002")
