@@ -35,8 +35,10 @@ class DaemonThreads:
         self._ending = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """``call`` in one of the threads; cancelled, it is not begun. Errors: ``RuntimeError`` after :meth:`end`, and
-        if no thread can be started."""
+        """``call`` in one of the threads; cancelled, it is not begun. Errors: ``RuntimeError`` after :meth:`end`, when
+        the process ends (as an executor of the standard library has it), and if no thread can be started."""
+        if not threading.main_thread().is_alive():
+            raise RuntimeError(f"{self._name}: nothing is begun after the interpreter's shutdown")
         future: Future[T] = Future()
         with self._guard:
             if self._ending:
