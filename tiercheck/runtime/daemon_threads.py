@@ -1,21 +1,29 @@
 """Threads for calls that may never return, such as those of a file system whose server is gone.
 
 The interpreter waits at its end for the threads of a :class:`concurrent.futures.ThreadPoolExecutor`, so that one such
-call would keep a process that has failed from ever ending. These are daemons.
+call would keep a process that has failed from ever ending. These are daemons, and it waits for them for a while.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 __all__ = ["DaemonThreads"]
 
 T = TypeVar("T")
+
+LAST_S = 5.0
+"""For so long the end of the process waits for what threads are at."""
 
 
 class DaemonThreads:
@@ -33,6 +41,7 @@ class DaemonThreads:
         self._numbers = itertools.count()
         self._alive = 0
         self._ending = False
+        _all.add(self)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """``call`` in one of the threads; cancelled, it is not begun. Errors: ``RuntimeError`` after :meth:`end`, when
@@ -79,3 +88,20 @@ class DaemonThreads:
             last = not self._alive
         if last:
             self.ended.set_result(None)
+
+
+_all: weakref.WeakSet[DaemonThreads] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    until = time.monotonic() + LAST_S
+    threads = list(_all)
+    for each in threads:
+        each.end()
+    for each in threads:
+        with suppress(TimeoutError):
+            each.ended.result(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_all.clear)  # a child has none of the threads
