@@ -10,9 +10,14 @@ from tests.plugins.test_plugins import copy_tests
 pytestmark = pytest.mark.cluster
 
 RANKS = "two_ranks or fsdp2 or deepspeed"
+OTHER_STARTS = "other_ranks or schedule or whatever or version_zero or another_order"
 
 
-@pytest.mark.parametrize("chosen", [RANKS, f"not ({RANKS})"], ids=["ranks", "process"])
+@pytest.mark.parametrize(
+    "chosen",
+    [RANKS, OTHER_STARTS, f"not ({RANKS} or {OTHER_STARTS})"],
+    ids=["ranks", "other starts", "process"],
+)
 def test_jobs_of_a_trainer_are_resumed_bit_for_bit(outside: Outside, chosen: str) -> None:
     copy_tests("tiercheck-transformers", outside, "tests", "pyproject.toml", "README.md")
     printed = outside.pytest("-k", chosen, environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})

@@ -143,8 +143,7 @@ def test_a_checkpoint_of_the_trainer_s_own_that_is_newer_than_the_newest_version
     assert killed == bare
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("lines", [16, 20])
+@pytest.mark.parametrize(("lines", "accumulated"), [(16, 1), (16, 2), (20, 1)])
 def test_data_that_ends_before_the_steps_do(job: Job, accumulated: int, lines: int) -> None:
     """The Trainer asks for more batches than there are in an epoch."""
     arguments = {"max_steps": 14, "gradient_accumulation_steps": accumulated}
@@ -254,8 +253,7 @@ def trained(folder: Path, steps: range) -> list[str]:
     return [str(tokens) for step, tokens in sorted(noted, key=lambda each: each[0]) if step in steps]
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize(("ranks", "kind"), [((2, 1), "linear"), ((1, 2), "cosine")])
 def test_a_schedule_ends_where_a_job_on_other_ranks_does(job: Job, ranks: tuple[int, int], kind: str) -> None:
     arguments = {"eval_strategy": "no", "num_train_epochs": 4, "lr_scheduler_type": kind, "logging_steps": 1}
     before, after = (replace(job, lines=48, arguments=arguments, ranks=each) for each in ranks)

@@ -162,7 +162,7 @@ async def test_an_agent_whose_files_are_removed_ends_and_another_goes_on(node: N
             shutil.rmtree(run.root)
         else:
             (run.lock if removed == "the lock" else run.socket).unlink()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):  # of which it waits a third for another agent
             while Path(f"/proc/{first}").exists():  # noqa: ASYNC110  (it is no child of ours)
                 await asyncio.sleep(0.02)
         await capture(hierarchy, record(1))

@@ -70,7 +70,7 @@ async def has_ipv6_alone(endpoint: str, deadline_s: float) -> bool:
     host = endpoint.rpartition(":")[0]
     if host.startswith("["):
         return True
-    resolving = DaemonThreads(1, f"tiercheck name {host}")  # which the end of the process need not wait for
+    resolving = DaemonThreads(1, f"tiercheck name {host}")  # for which the end of the process does not wait long
     try:
         async with asyncio.timeout(deadline_s):
             future = resolving.submit(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))

@@ -209,7 +209,7 @@ async def test_memory_of_a_rank_that_is_away_for_days_is_freed_when_the_job_goes
             await capture(hierarchy, base(1, generation=2))
             assert await mover.cycle()
             clock.ahead_s += 20
-            await looked(agent)
+            await looked(agent, 10)
             assert not root_of(departed).exists()
             assert root_of(staying).exists()
         lock.release()
