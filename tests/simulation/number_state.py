@@ -103,6 +103,9 @@ class NumberState:
     def layout(self) -> str:
         return ""
 
+    def check_foldable(self) -> None:
+        """Numbers are always folded exactly."""
+
     def folding(self, *, certified: bool) -> FoldShards:
         return NumberFolding()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.config import CheckpointConfig, int_of
@@ -63,11 +63,17 @@ class Demand:
         return self.ranks * self.holding.nbytes_least
 
     def check(
-        self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, *, tier: str, foldable: bool = False
+        self,
+        limit_bytes: int,
+        config: CheckpointConfig,
+        cadence: CadencePolicy,
+        *,
+        tier: str,
+        foldable: Callable[[], bool],
     ) -> None:
-        """``config``: with the interval of ``cadence`` as ``base_every``. ``foldable``: bases are captured, and
-        ``bases="fold"`` would have them folded. Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold
-        this."""
+        """``config``: with the interval of ``cadence`` as ``base_every``. ``foldable``: whether bases are captured, and
+        ``bases="fold"`` would have them folded; asked only for what is refused. Errors: ``CapacityExceeded`` if a tier
+        of ``limit_bytes`` cannot hold this."""
         if self.nbytes > limit_bytes:
             ways = ", or ".join(self._ways_out(limit_bytes, config, cadence, foldable))
             raise CapacityExceeded(
@@ -125,7 +131,7 @@ class Demand:
         return f"{bytes_text(self.ranks * nbytes, at_least=True)} in all{a_parameter}"
 
     def _ways_out(
-        self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, foldable: bool
+        self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, foldable: Callable[[], bool]
     ) -> list[str]:
         """What lets it fit."""
         ways = ["give it more (size=)"]
@@ -147,7 +153,7 @@ class Demand:
         fits = f"; {fitting} would fit" if config.batch <= fitting < interval else ""
         if interval > 1:
             ways.append(f"lower {option} (now {interval}{fits})")
-        if foldable and by_versions:
+        if by_versions and foldable():
             ways.append('have bases folded (bases="fold")')
         return ways
 

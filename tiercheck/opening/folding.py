@@ -44,9 +44,9 @@ def settle_folding(
                 f"{agent.lacks_to_fold} is not installed where the agent of node {agent.node!r} runs: install it "
                 "there, and start the agent anew"
             )
-        wanted = trained.folding(certified=False)  # what cannot be folded at all is not to be advised
         if config.bases == "fold":
-            return wanted, ""
+            return trained.folding(certified=False), ""
+        trained.check_foldable()  # first: what cannot be folded at all is not to be advised
         if not apart:
             raise ConfigurationError(NOT_SHARED)
         if agent is None and (lacking := no_free_processor(rank, bound, runtime.quota, runtime.environment)):
@@ -91,7 +91,7 @@ def tell_folding(rank: int, reasons: Sequence[str]) -> None:
 
 
 def foldable(trained: TrainingState) -> bool:
-    """Whether ``bases="fold"`` would not be refused."""
+    """Whether ``bases="fold"`` would not be refused. Takes seconds, once a process, if the optimizer steps on a GPU."""
     try:
         trained.folding(certified=False)
     except ConfigurationError:

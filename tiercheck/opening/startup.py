@@ -376,9 +376,13 @@ class _Startup:
         )
         policies = replace(policies, fold_every=demand.holding.fold_every)
         if usage.limit_bytes is not None:
-            could_fold = folds is None and foldable(self.trained)
-            url = tiers.first.driver.url
-            demand.check(usage.limit_bytes, config, policies.cadence, tier=url, foldable=could_fold)
+            demand.check(
+                usage.limit_bytes,
+                config,
+                policies.cadence,
+                tier=tiers.first.driver.url,
+                foldable=lambda: folds is None and foldable(self.trained),
+            )
         rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
         opened = _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
         return opened, not_folded

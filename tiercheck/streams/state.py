@@ -428,6 +428,11 @@ class TrainingState(Protocol):
         """What this rank holds of the model, in a few characters: equal ones read each other's shards as they are."""
         ...
 
+    def check_foldable(self) -> None:
+        """What needs no kernel to be tried, which takes no time. Errors: ``ConfigurationError``, as of
+        :meth:`folding`."""
+        ...
+
     def folding(self, *, certified: bool) -> FoldShards:
         """What folds this state's bases. ``certified``: only by a kernel that was certified for the optimizer. Errors:
         ``ConfigurationError`` if it cannot be exact."""

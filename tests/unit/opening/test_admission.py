@@ -127,7 +127,9 @@ def refusal(
         sizes, interval=config.base_every, batch=policies.batch, fold_every=fold_every, each_commits=each_commits
     )
     with pytest.raises(CapacityExceeded) as refused:
-        Demand(held, ranks).check(400 * ranks, config, policies.cadence, tier="memory://first", foldable=foldable)
+        Demand(held, ranks).check(
+            400 * ranks, config, policies.cadence, tier="memory://first", foldable=lambda: foldable
+        )
     return refused.value.message.partition(" B: ")[2]
 
 

@@ -37,16 +37,21 @@ class Held:
     status = MoverStatus(errors={"nvme": "the file system is full"}, held_up_by="differential 3 is not in nvme")
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a wait is told of, which is soon."""
+    monkeypatch.setattr(saves, "TELL_S", 0.01)
+    event = asyncio.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: event.set()  # type: ignore[method-assign]  # the record does not matter
+    monkeypatch.setattr(saves.log, "handlers", [handler])
+    return event
+
+
 @pytest.mark.parametrize("error", [None, Transient("503 slow down"), JobConflict("generation 2 has opened")])
 async def test_a_long_wait_is_told_while_it_lasts(
-    error: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception | None, told: asyncio.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saves, "TELL_S", 0.01)
-    told = asyncio.Event()
-    told_by = logging.Handler()
-    told_by.emit = lambda record: told.set()  # type: ignore[method-assign]  # the record does not matter
-    monkeypatch.setattr(saves.log, "handlers", [told_by])
-
     async def drain() -> None:
         await told.wait()
         if error is not None:
@@ -66,14 +71,9 @@ async def test_a_long_wait_is_told_while_it_lasts(
 
 
 async def test_who_waits_for_folding_to_be_prepared_is_told_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    told: asyncio.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And not that a batch is not full."""
-    monkeypatch.setattr(saves, "TELL_S", 0.01)
-    told = asyncio.Event()
-    told_by = logging.Handler()
-    told_by.emit = lambda record: told.set()  # type: ignore[method-assign]  # the record does not matter
-    monkeypatch.setattr(saves.log, "handlers", [told_by])
 
     class Preparing:
         status = MoverStatus(held_up_by="version 8 has not reached nvme", prepares_folding=True, not_folded="preparing")

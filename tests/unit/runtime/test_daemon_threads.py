@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -47,9 +46,8 @@ def test_one_thread_serves_calls_that_come_one_after_the_other() -> None:
     names = set[str]()
     for _ in range(20):
         threads.submit(lambda: names.add(threading.current_thread().name)).result(DEADLINE_S)
-        deadline = time.monotonic() + DEADLINE_S
-        while not threads._idle._value and time.monotonic() < deadline:
-            time.sleep(0)
+        assert threads._idle.acquire(timeout=DEADLINE_S), "the thread waits for the next"
+        threads._idle.release()
     threads.end()
     assert names == {"one_0"}
 

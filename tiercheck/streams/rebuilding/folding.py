@@ -44,10 +44,12 @@ from tiercheck.streams.tensors.as_bytes import given
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.types import Fidelity
 
-__all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
+__all__ = ["TensorFolding", "check_foldable", "check_settings", "fold", "on_one_thread"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
+FIX = 'leave bases at "capture"'
+"""What to do if bases cannot be folded."""
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch's allocator says, in a ``RuntimeError``, if the host has too little memory."""
 Copying = Callable[[str], object]
@@ -272,8 +274,29 @@ def check_stand_in(optimizer: OptimizerIdentity, options: Sequence[Mapping[str, 
         find_stand_in(optimizer.kind, optimizer.implementation, options, optimizer.device)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"the optimizer steps on {optimizer.device}, bases are folded on the host, and {error}"
+            f"the optimizer steps on {optimizer.device}, bases are folded on the host, and {error}: {FIX}"
         ) from error
+
+
+def check_settings(identity: Identity, config: CheckpointConfig) -> None:
+    """Errors: ``ConfigurationError`` if the settings or the kind of the optimizer do not let bases be folded to the
+    bits that the state has. No kernel is tried, so that it takes no time."""
+    if config.codec in SNAPSHOT_CODECS:
+        raise ConfigurationError(f"the codec {config.codec!r} makes snapshots, which no base is folded of: {FIX}")
+    encoding = codec(config.codec)
+    if isinstance(encoding, Feedback):
+        raise ConfigurationError(f"a base holds what {config.codec!r} has left out, which nothing else records: {FIX}")
+    if encoding.fidelity is not Fidelity.EXACT and not config.train_on_compressed:
+        raise ConfigurationError(f"gradients by the codec {config.codec!r} do not lead to the bits of the state: {FIX}")
+    if identity.optimizer.memory_order:
+        raise ConfigurationError(
+            "a fused optimizer on the host steps on parameters that are not contiguous (channels_last), of which bases "
+            f"do not hold the order in memory: {FIX}"
+        )
+    try:
+        check_replayable(identity)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}: {FIX}") from error
 
 
 def check_foldable(
@@ -282,28 +305,12 @@ def check_foldable(
     """``options``: of the parameter groups. ``certified``: a kernel must be certified for them. Errors:
     ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has. An optimizer on a GPU is
     compared with the kernels that may stand in for it, which takes seconds, once a process."""
-    fix = 'leave bases at "capture"'
-    if config.codec in SNAPSHOT_CODECS:
-        raise ConfigurationError(f"the codec {config.codec!r} makes snapshots, which no base is folded of: {fix}")
-    encoding = codec(config.codec)
-    if isinstance(encoding, Feedback):
-        raise ConfigurationError(f"a base holds what {config.codec!r} has left out, which nothing else records: {fix}")
-    if encoding.fidelity is not Fidelity.EXACT and not config.train_on_compressed:
-        raise ConfigurationError(f"gradients by the codec {config.codec!r} do not lead to the bits of the state: {fix}")
-    if identity.optimizer.memory_order:
-        raise ConfigurationError(
-            "a fused optimizer on the host steps on parameters that are not contiguous (channels_last), of which bases "
-            f"do not hold the order in memory: {fix}"
-        )
-    try:
-        check_replayable(identity)
-        if identity.optimizer.device != HOST.type:
-            check_stand_in(identity.optimizer, options)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error}: {fix}") from error
+    check_settings(identity, config)
+    if identity.optimizer.device != HOST.type:
+        check_stand_in(identity.optimizer, options)
     if certified:
         kind = identity.optimizer.kind
         if (optimizer := find_optimizer(kind)) is None:
-            raise ConfigurationError(f"no kernel stands for {kind}: {fix}")
+            raise ConfigurationError(f"no kernel stands for {kind}: {FIX}")
         if reasons := [why for group in options if (why := optimizer.why_called(group))]:
-            raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}: {fix}")
+            raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}: {FIX}")

@@ -102,6 +102,11 @@ class TensorState:
         meaning = PackedIndex(self._provider).of_now()  # partitions of one shape may hold other parameters
         return f"{identity.framework} {identity.model} {meaning.checksum}"
 
+    def check_foldable(self) -> None:
+        from tiercheck.streams.rebuilding.folding import check_settings  # which needs the reader below
+
+        check_settings(self._provider.identity(), self._config)
+
     def folding(self, *, certified: bool) -> FoldShards:
         from tiercheck.streams.rebuilding.folding import TensorFolding, check_foldable  # which needs the reader below
 
