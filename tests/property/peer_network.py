@@ -258,7 +258,8 @@ class Network:
             pipe = self.pipes.get(int(effect.peer))
             if pipe is not None:
                 pipe.down.append([effect.head] if effect.data is None else [effect.head, bytes(effect.data)])
-            self.server.gets.copied_bytes -= effect.copied_bytes
+            if effect.copied_bytes:
+                self.server.gets.copies.give_back(effect.peer, effect.copied_bytes)
         assert self.server.puts.credit_bytes <= self.limits.in_flight_bytes
         assert self.server.puts.credit_bytes >= 0
         assert len(self.server.puts.outcomes) <= self.limits.outcomes

@@ -174,7 +174,7 @@ class Hostile(Network):
         assert server.puts.credit_bytes <= self.limits.in_flight_bytes
         assert len(server.puts.under_way) <= self.limits.transfers
         assert len(server.gets.under_way) <= self.limits.transfers
-        assert server.gets.copied_bytes <= self.limits.buffer_bytes
+        assert server.gets.copies.held_bytes <= self.limits.buffer_bytes
         assert len(self.server.puts.outcomes) <= self.limits.outcomes
         assert server.desk.working <= self.limits.calls + self.limits.transfers
 

@@ -68,7 +68,7 @@ def test_a_get_is_whole(seed: int, trouble: dict[str, float], nbytes: int, conne
     network.rest(seconds=2 * network.limits.idle_s)
     assert network.client.caller.in_flight_bytes == 0
     assert not network.server.gets.under_way
-    assert network.server.gets.copied_bytes == 0
+    assert network.server.gets.copies.held_bytes == 0
 
 
 @given(seeds, chances, sizes, st.booleans())

@@ -75,6 +75,9 @@ def raw_connection(server: PeerServer) -> socket.socket:
 def dealer(server: PeerServer) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
+        # It holds few messages that nobody has read: then the server's copies stay with the server.
+        dealer.rcvhwm = 2
+        dealer.rcvbuf = CHUNK
         dealer.connect(f"tcp://{server.endpoint}")
         yield dealer
 

@@ -61,7 +61,7 @@ class PeerLimits:
     count."""
     buffer_bytes: int = 1 << 30
     """Copies of objects on their way to or from drivers whose memory cannot be mapped; and, while it is read, a chunk
-    for each of ``calls``."""
+    for each of ``calls``. A client may hold as many of those on their way to it as are free beside it."""
     objects: int = 1 << 18
     """Of all namespaces together, however small; more raises ``CapacityExceeded``."""
     chunk_bytes: int = 8 << 20

@@ -47,6 +47,7 @@ from tiercheck.tiers.peer.messages import (
     checksum,
     decode,
 )
+from tiercheck.tiers.peer.server.copies import CopyBudget
 from tiercheck.tiers.peer.server.effects import (
     Desk,
     Greet,
@@ -97,8 +98,8 @@ class Gets:
         self._incarnation = incarnation
         self._known = known
         self.under_way: OrderedDict[bytes, Outgoing] = OrderedDict()
-        self.copied_bytes = 0
-        """Copies that were made for a reply and are not sent yet; the shell takes off what is."""
+        self.copies = CopyBudget(desk.limits.buffer_bytes)
+        """The shell gives back what is sent."""
         self.objects = 0
         self.nbytes = 0
         self._openings = incarnation
@@ -145,16 +146,15 @@ class Gets:
             else:
                 self._send(peer, request_id, wanted, content, known)
             return
-        if self.copied_bytes + chunk_bytes > self._desk.limits.buffer_bytes:
-            self._desk.drop("no buffer")
+        if not self.copies.take(peer, len(part)):
+            self._desk.drop("no buffer")  # its client asks again
             return
-        self.copied_bytes += stop - start
 
         def read(outcome: object, now: float) -> None:
             if isinstance(outcome, memoryview):
                 self._send(peer, request_id, wanted, outcome, copied_bytes=len(part))
                 return
-            self.copied_bytes -= len(part)
+            self.copies.give_back(peer, len(part))
             assert isinstance(outcome, BaseException)
             if isinstance(outcome, NotFound):  # overwritten meanwhile: the reader begins again
                 self.under_way.pop(wanted.transfer, None)
@@ -192,10 +192,9 @@ class Gets:
         if nbytes <= get.begin.chunk_bytes and source.content is not None:
             self.under_way.pop(transfer, None)
             copied_bytes = nbytes if source.copied else 0
-            if self.copied_bytes + copied_bytes > max(self._desk.limits.buffer_bytes, copied_bytes):
+            if copied_bytes and not self.copies.take(get.peer, copied_bytes):
                 self._desk.drop("no buffer")  # its client asks again
                 return
-            self.copied_bytes += copied_bytes
             self.nbytes += nbytes
             state = GetState(transfer, nbytes, source.etag, checksum(source.content), get.opening)
             self._desk.reply(get.peer, get.request_id, state, source.content, copied_bytes)
@@ -273,7 +272,7 @@ class ServerProtocol:
             objects_got=self.gets.objects,
             bytes_got=self.gets.nbytes,
             clients=clients,
-            bytes_in_flight=self.puts.credit_bytes + self.gets.copied_bytes,
+            bytes_in_flight=self.puts.credit_bytes + self.gets.copies.held_bytes,
             transfers=len(self.puts.under_way) + len(self.gets.under_way),
             dropped=MappingProxyType(dict(self.desk.dropped)),
         )

@@ -171,7 +171,8 @@ class _Running:
         self._mailbox: Mailbox[tuple[int, object] | None] = Mailbox()
         self._protocol = ServerProtocol(limits, secrets.randbits(63))
         self._shell_dropped: dict[str, int] = {}
-        self._copies: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._copies: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
+        """Of each client, in the order in which they are sent."""
         self._skipping = False
         """Whether a message of too many frames is let go of, and nothing else can be read before."""
         keep_frame_memory()
@@ -294,8 +295,7 @@ class _Running:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._act(self._protocol.tick(now))
-                while self._copies and self._copies[0][0].done:
-                    self._protocol.gets.copied_bytes -= self._copies.popleft()[1]
+                self._count_sent_copies()
         except Exception as error:
             log.exception("the peer server at %s stopped", self.endpoint)
             self.error = error
@@ -382,9 +382,16 @@ class _Running:
             self._drop("reply not taken" if error.errno == zmq.EAGAIN else "client gone")
         if is_copy:
             if tracker is None:
-                self._protocol.gets.copied_bytes -= reply.copied_bytes
+                self._protocol.gets.copies.give_back(reply.peer, reply.copied_bytes)
             else:
-                self._copies.append((tracker, reply.copied_bytes))
+                self._copies.setdefault(reply.peer, deque()).append((tracker, reply.copied_bytes))
+
+    def _count_sent_copies(self) -> None:
+        for client, copies in list(self._copies.items()):
+            while copies and copies[0][0].done:
+                self._protocol.gets.copies.give_back(client, copies.popleft()[1])
+            if not copies:
+                del self._copies[client]
 
     def _admit(self) -> None:
         """Answer libzmq's question whether a connection may be (RFC 27, ZAP)."""

@@ -136,20 +136,21 @@ def test_objects_of_one_chunk_are_bounded_while_they_are_stored() -> None:
 
 
 def test_copies_that_are_replies_in_one_piece_are_counted() -> None:
-    limits = PeerLimits(chunk_bytes=CHUNK, in_flight_bytes=CHUNK, buffer_bytes=2 * CHUNK)
+    limits = PeerLimits(chunk_bytes=CHUNK, in_flight_bytes=CHUNK, buffer_bytes=4 * CHUNK)
     protocol = ServerProtocol(limits, 7)
 
     def ask(n: int) -> list[Reply]:
-        (work,) = answers(protocol, [encode(n, BeginGet(bytes([n]) * 16, "n", "a", True, 0, 0, CHUNK))])
+        begin = [encode(n, BeginGet(bytes([n]) * 16, "n", "a", True, 0, 0, CHUNK))]
+        (work,) = protocol.receive(bytes([n]), begin, 0.0)
         assert isinstance(work, Work)
         source = ReadableObject("n", "a", ByteRange(0, CHUNK), "1", memoryview(bytes(CHUNK)), copied=True)
         return [effect for effect in protocol.done(work.number, source, 0.0) if isinstance(effect, Reply)]
 
-    sent = [reply for n in range(5) for reply in ask(n)]
-    assert [reply.copied_bytes for reply in sent] == [CHUNK, CHUNK]
-    assert protocol.statistics(0).bytes_in_flight == 2 * CHUNK
+    sent = [reply for n in range(7) for reply in ask(n)]
+    assert [reply.copied_bytes for reply in sent] == [CHUNK] * 4
+    assert protocol.statistics(0).bytes_in_flight == 4 * CHUNK
     assert protocol.desk.dropped == {"no buffer": 3}
-    protocol.gets.copied_bytes -= CHUNK  # one was sent
+    protocol.gets.copies.give_back(sent[0].peer, CHUNK)  # one was sent
     assert len(ask(9)) == 1
 
 
