@@ -107,6 +107,8 @@ class S3Proxy:
         self.seen: list[Request] = []
         self.hasty: str | None = None
         """The operation that is answered with 412 before its body is asked for, where the client offers that."""
+        self.knows_expect = True
+        """A server of HTTP/1.0 does not: it waits for the body, and the client for the word to send it."""
 
     @property
     def endpoint_url(self) -> str:
@@ -190,6 +192,17 @@ class S3Proxy:
             )
         )
 
+    def refuse_what_is_not_encrypted(self) -> None:
+        """Be a bucket whose policy refuses each put that says nothing of encryption, or has no checksum."""
+        wanted = {"x-amz-server-side-encryption", "x-amz-checksum-crc32c"}
+
+        def before(request: Request) -> Request | Answer:
+            if not wanted <= request.headers.keys():
+                return error(403, "AccessDenied")
+            return self._signed_anew(request, {"x-amz-server-side-encryption"})  # this server knows none
+
+        self.add(Fault(is_operation("PutObject"), 2**62, before=before))
+
     def forget_checksum_types(self) -> None:
         """Be a server that knows no checksum but Content-MD5, on requests and on answers."""
 
@@ -263,7 +276,8 @@ class S3Proxy:
                 writer.write(head_of(refusal) + refusal.body)
                 await writer.drain()
                 raise ConnectionError("answered without asking for the body")
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if self.knows_expect:
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return replace(head, body=await reader.readexactly(int(head.headers.get("content-length", "0"))))
 
     async def _answer(self, request: Request) -> Answer:

@@ -81,12 +81,15 @@ class StoredVersion:
         while True:
             point = chosen.points[rank]
             state = StoredReader(threads=threads)
-            reader = Reader(self.hierarchy, rank, self.deadline_s, state, inventory.lineage(point.generation))
+            own = inventory.copies[rank]
+            nbytes = {copy: inventory.nbytes(copy) for copy in own}
+            lineage = inventory.lineage(point.generation)
+            reader = Reader(self.hierarchy, rank, self.deadline_s, state, lineage, nbytes)
             if point.replayed:
                 checking = check_optimizer(self.hierarchy, inventory, chosen.plans[rank])
                 what = f"reading who wrote what rank {rank} saved"
                 await self.scheduler.call(checking, what=what, deadline_s=self.deadline_s)
-            found = await rebuilt(reader, point, inventory.copies[rank], self.scheduler)
+            found = await rebuilt(reader, point, own, self.scheduler)
             if found is not None:
                 break
             # Another base may lead to the version, and more differentials after it.

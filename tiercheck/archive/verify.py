@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Verified:
     def healthy(self) -> bool:
         """Whether every tier was read, and every version that the listings promise can be read: one at least, if
         anything is there."""
-        return not self.lost and not self.away and (self.newest is not None or not self.objects)
+        return not self.lost and not self.away and (self.newest is not None or self.objects == self.gone)
 
 
 async def verify(hierarchy: OpenHierarchy, inventory: Inventory, deadline_s: float, progress: Progress) -> Verified:
@@ -70,13 +70,14 @@ async def verify(hierarchy: OpenHierarchy, inventory: Inventory, deadline_s: flo
     await asyncio.gather(*(work.tier(tier) for tier in hierarchy.tiers))
     before = inventory.readable
     after = inventory.less(work.bad).readable
+    whole = inventory.less([*work.bad, *work.gone_shards]).readable
     return Verified(
         objects=work.objects,
         nbytes=work.done_nbytes,
         damaged=tuple(sorted(work.damaged, key=lambda each: (each.tier, each.key))),
         gone=work.gone,
         lost=spans_of(before.keys() - after.keys()),
-        newest=max(after, default=None),
+        newest=max(whole, default=None),
         away=tuple(tier.name for tier in inventory.tiers if tier.away is not None),
     )
 
@@ -93,24 +94,53 @@ class _Work:
         self.objects = self.done_nbytes = self.gone = 0
         self.damaged: list[Damaged] = []
         self.bad: list[Copy] = []
+        self.gone_shards: list[Copy] = []
 
     async def tier(self, tier: OpenTier) -> None:
         contents = self._inventory.tiers[tier.index]
         waiting = iter(sorted(contents.objects.items(), key=lambda each: str(each[0])))
 
+        absent: list[tuple[keys.Key, NotFound]] = []
+
         async def take() -> None:
             for key, info in waiting:
-                await self._object(tier, key, info)
+                await self._object(tier, key, info, absent)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(OBJECTS_AT_ONCE):
                 group.create_task(take())
+        if absent:
+            await self._look_again(tier, absent)
 
-    async def _object(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
+    async def _look_again(self, tier: OpenTier, absent: Sequence[tuple[keys.Key, NotFound]]) -> None:
+        """What is not there any more has been deleted. What is listed, and cannot be read, is damage."""
+        there: set[str] = set()
+
+        async def look() -> None:
+            there.update([info.key async for info in tier.driver.list()])
+
+        error: TierError | None = None
+        try:
+            await answered(look(), self._deadline_s)
+        except DeadlineExceeded:
+            error = Transient("the tier was not listed again in time", tier=tier.driver.url)
+        except TierError as failed:
+            error = failed
+        for key, not_found in absent:
+            if error is not None or str(key) in there:
+                self._note(tier, key, error or not_found)
+                continue
+            self.gone += 1
+            if isinstance(key, ShardKey):
+                self.gone_shards.append(Copy(tier.index, key))
+
+    async def _object(
+        self, tier: OpenTier, key: keys.Key, info: ObjectInfo, absent: list[tuple[keys.Key, NotFound]]
+    ) -> None:
         try:
             await self._in_time(tier, key, info)
-        except NotFound:
-            self.gone += 1
+        except NotFound as error:
+            absent.append((key, error))
         except (TierError, ConfigurationError) as error:
             self._note(tier, key, error)
         self.objects += 1

@@ -27,6 +27,7 @@ from tiercheck.policy.recovery.plan import (
     Availability,
     Held,
     HeldByNodes,
+    Unreachable,
     availability,
     availability_of_nodes,
     held,
@@ -204,7 +205,9 @@ class Restorer:
     async def _restore_own(self, began: float) -> Restored | None:
         """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""
         rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
-        reader = Reader(self.memories.reading, rank, deadline_s, self.state.reader(), self._found.lineage)
+        reader = Reader(
+            self.memories.reading, rank, deadline_s, self.state.reader(), self._found.lineage, self._survey.nbytes
+        )
         best: int | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
@@ -376,19 +379,21 @@ class Restorer:
         chosen = plan(point, self.ranks.rank, usable, tiers.order)
         self.memories.say_plan(chosen)
         await say_expected(chosen, self._survey.nbytes, tiers.tiers, self.state, self.ranks)
+        # Other ranks have about as much to read, if perhaps from a slower tier.
+        long_s = 0.0 if isinstance(chosen, Unreachable) else reader.time_to_read(chosen)
 
         async def attempt() -> bool:
             reader.state.expect()
             if nothing:
                 parts.append(Nothing(point))
                 return True
-            within_s = self.ranks.deadline_s + ANSWER_S
+            within_s = self.ranks.deadline_s + long_s + ANSWER_S
             reading = reader.verify(point, self._own)
             part = await self.ranks.scheduler.call(reading, what="reading the checkpoint", deadline_s=within_s)
             parts.extend([part] if part else [])
             return part is not None
 
-        answers = await self._together(reader, "reading the checkpoint", attempt, here, further)
+        answers = await self._together(reader, "reading the checkpoint", attempt, here, further, more_s=long_s)
         matrix = availability(names, [answer.held for answer in answers])
         matrix += availability_of_nodes([answer.other_nodes for answer in answers])
         return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
@@ -429,8 +434,10 @@ class Restorer:
         attempt: Callable[[], Awaitable[bool]],
         here: Held = (),
         there: HeldByNodes = (),
+        more_s: float = 0.0,
     ) -> list[Attempt]:
-        """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on."""
+        """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on.
+        ``more_s``: how much longer than the deadline a rank may take."""
 
         async def produce() -> Attempt:
             succeeded = await attempt()
@@ -442,7 +449,7 @@ class Restorer:
                 told = self._told()
             return Attempt(succeeded, told, here, there)
 
-        answers: list[Attempt] = await self.ranks.gather(what, produce, kind=Attempt)
+        answers: list[Attempt] = await self.ranks.gather(what, produce, more_s=more_s, kind=Attempt)
         later = {rank: answer.told for rank, answer in enumerate(answers) if answer.told is not None}
         self._past = self._found.after(later)
         return answers

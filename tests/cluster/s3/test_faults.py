@@ -384,6 +384,60 @@ class TestReadersAndWriters:
             await driver.get("a")
 
 
+class TestPagesOfOthers:
+    """A 404 of what is between us and the store is none of S3's."""
+
+    OPERATIONS = (
+        "AbortMultipartUpload", "CompleteMultipartUpload", "CreateMultipartUpload", "DeleteObjects", "GetObject",
+        "HeadObject", "ListObjectsV2", "PutObject", "UploadPart",
+    )  # fmt: skip
+
+    @pytest.fixture(params=[b"404 page not found\n", b"", b"<html><body>nothing here</body></html>"])
+    def page(self, request: pytest.FixtureRequest) -> Answer:
+        return Answer(404, {"Content-Type": "text/html"}, request.param)
+
+    @staticmethod
+    def away(place: Place, page: Answer, times: int) -> None:
+        for operation in TestPagesOfOthers.OPERATIONS:
+            place.proxy.add(Fault(is_operation(operation), times, before=lambda _: page))
+
+    async def test_a_moment_of_it_is_waited_for(self, place: Place, driver: S3Driver, page: Answer) -> None:
+        await driver.put("a", [LARGE])
+        self.away(place, page, 2)
+        await driver.put("b", [b"x"], mode=PutMode.CREATE)
+        await driver.put("c", [LARGE])
+        assert await driver.get("a") == LARGE
+        assert (await driver.stat("a")).nbytes == len(LARGE)
+        assert [info.key async for info in driver.list()] == ["a", "b", "c"]
+        await driver.delete(["a"])
+        assert [info.key async for info in driver.list()] == ["b", "c"]
+
+    async def test_more_of_it_is_an_outage_and_no_absence(self, place: Place, page: Answer) -> None:
+        async with place.driver(deadline="100ms") as driver:
+            await driver.put("a", [LARGE])
+            self.away(place, page, 1000)
+            for call in (
+                lambda: driver.get("a"),
+                lambda: driver.get("a", range=ByteRange(0, 4)),
+                lambda: driver.stat("a"),
+                lambda: driver.put("b", [b"x"], mode=PutMode.CREATE),
+                lambda: driver.put("b", [b"x"]),
+                lambda: driver.put("b", [LARGE]),
+                lambda: anext(driver.list()),
+                lambda: driver.delete(["a"]),
+            ):
+                with pytest.raises(Transient, match="the answer is not S3's"):
+                    await call()
+
+    async def test_what_is_not_there_is_not_there(self, driver: S3Driver) -> None:
+        await driver.put("a/b", [b"x"])
+        for key in ("a", "a/b/c", "c"):
+            with pytest.raises(NotFound):
+                await driver.stat(key)
+            with pytest.raises(NotFound):
+                await driver.get(key)
+
+
 class TestConditionalPutsOfLargeObjects:
     """One request, whatever the size: a condition on CompleteMultipartUpload is not to be trusted."""
 
@@ -419,6 +473,14 @@ class TestConditionalPutsOfLargeObjects:
                 with pytest.raises(AlreadyExists):
                     await driver.put("large", [content], mode=PutMode.CREATE)
             assert (sent, driver.retries) == (0, 0)
+            assert await driver.get("large") == content
+
+    async def test_a_server_that_does_not_know_the_question_gets_the_body_after_all(self, place: Place) -> None:
+        content = LARGE * (EXPECT_BYTES_MIN // len(LARGE) + 1)
+        place.proxy.knows_expect = False
+        async with place.driver(timeout="1s") as driver:
+            await driver.put("large", [content], mode=PutMode.CREATE)
+            assert driver.retries == 1
             assert await driver.get("large") == content
 
     async def test_more_than_one_request_holds_is_refused(self, place: Place, driver: S3Driver) -> None:
@@ -474,15 +536,27 @@ class TestSweep:
             assert (left.what, left.name) == ("unfinished upload", f"{place.prefix}/abandoned")
             assert left.age_s > 47 * 3600
         async with place.driver() as driver:
-            assert driver.swept == 1
-        assert set(place.uploads()) == {ids["live"], ids["fed"]}
+            assert await driver.leftovers() == ()
+            assert set(place.uploads()) == {ids["live"], ids["fed"]}
         client.abort_multipart_upload(Bucket=bucket, Key=f"{place.prefix}-not-ours/x", UploadId=stranger)
 
     async def test_who_may_not_sweep_is_told_and_works_on(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
-        place.proxy.fail(403, "AccessDenied", on="ListMultipartUploads")
+        place.proxy.fail(403, "AccessDenied", on="ListMultipartUploads", times=2)
         async with place.driver() as driver:
             await driver.put("a", [b"x"])
+            with pytest.raises(Unauthorized):
+                await driver.leftovers()
         assert "allow ListBucketMultipartUploads" in caplog.text
+
+    async def test_nobody_waits_for_a_store_that_cannot_sweep(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        place.proxy.fail(503, "SlowDown", on="ListMultipartUploads", times=1000)
+        async with place.driver(deadline="100ms") as driver:
+            await driver.put("a", [b"x"])
+            with pytest.raises(Transient):
+                await driver.leftovers()
+        assert "abandoned uploads are left for the next open" in caplog.text
 
     async def test_a_reader_sweeps_and_tries_nothing(self, place: Place) -> None:
         async with place.driver() as driver:

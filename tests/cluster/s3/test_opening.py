@@ -73,6 +73,13 @@ class TestOpening:
         place.proxy.fail(403, "AccessDenied", on="PutObject", times=9)
         await self.refused(place.driver(), Unauthorized, "a client that only reads says access=read")
 
+    async def test_a_bucket_that_takes_no_object_without_encryption(self, place: Place) -> None:
+        place.proxy.refuse_what_is_not_encrypted()
+        await self.refused(place.driver(), Unauthorized, "AccessDenied")
+        async with place.driver(sse="AES256") as driver:
+            assert driver.capabilities.conditional_put
+            await driver.put("a", [b"x"])
+
     async def test_another_number_of_shards(self, place: Place) -> None:
         async with place.driver(shards=4) as driver:
             await driver.put("a", [b"x"])

@@ -9,7 +9,11 @@ import pytest
 
 import tiercheck
 from tests.archived import LAST, Left
-from tiercheck.archive import shards
+from tiercheck.archive import shards, verify
+from tiercheck.errors import NotFound
+from tiercheck.format.header import ShardHeader
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import ShardKey
 
 
 def test_whole_tiers_are_healthy_and_every_byte_is_read(finished: Left) -> None:
@@ -69,3 +73,15 @@ def test_what_a_live_job_deletes_meanwhile_is_gone_and_no_damage(left: Left) -> 
         found = archive.verify()
         assert found.gone > 0
         assert found.healthy
+
+
+def test_what_is_listed_and_cannot_be_read_is_damage(finished: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def absent(tier: OpenTier, key: ShardKey, nbytes: int) -> ShardHeader:
+        raise NotFound("there is no object under this key", tier=tier.driver.url, key=str(key))
+
+    monkeypatch.setattr(verify, "verify_shard", absent)
+    with tiercheck.open(finished.url) as archive:
+        found = archive.verify()
+        assert (found.healthy, found.newest, found.gone) == (False, None, 0)
+        assert all(each.unread for each in found.damaged)
+        assert found.lost[-1][-1] == LAST

@@ -36,6 +36,7 @@ from tiercheck.recovery.layouts.matching import match
 from tiercheck.recovery.layouts.old_ranks import OldRanks, first_of
 from tiercheck.recovery.ranks import TOLD_S, Ranks
 from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
+from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.recovery.reading.reader import Reader
 from tiercheck.recovery.reading.rebuilding import fitting, rebuilt
 from tiercheck.recovery.report import Fit, Recovery
@@ -241,7 +242,8 @@ class Relayout:
 
         most, fetched = await self._fetching.fetch(needed, self._old.sound)
         await self._old.find_in_first(fetched)
-        more_s = 2 * self._ranks.deadline_s * most
+        long = sum(nbytes for copy, nbytes in self._old.nbytes.items() if copy.key.rank in needed)
+        more_s = 2 * self._ranks.deadline_s * most + time_to_read(long)
         answers = await self._ranks.gather(f"reading version {version}", read, more_s=more_s)
         return (needed, came) if all(answers) else None
 
@@ -264,7 +266,7 @@ class Relayout:
         """Whether the old rank's state could be read. Errors: ``Mismatch``; ``RecoveryError``."""
         scheduler, deadline_s = self._ranks.scheduler, self._ranks.deadline_s
         state = self._conversion.reader()
-        reader = Reader(self._hierarchy, old, deadline_s, state, self._lineage)
+        reader = Reader(self._hierarchy, old, deadline_s, state, self._lineage, self._old.nbytes)
         own = {copy for copy in self._old.sound if copy.key.rank == old}
         found = await rebuilt(reader, point, own, scheduler)
         self._old.failed |= reader.quarantined

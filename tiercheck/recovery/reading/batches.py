@@ -11,6 +11,7 @@ from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.format import container
 from tiercheck.policy.observation import Copy
 from tiercheck.recovery.reading.copies import Failed
+from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.streams.state import Record, Run
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Batches:
         self.due = due
         """The first version that :meth:`run` has not returned yet."""
         self.left_s = left_s
-        """Seconds that may still be spent waiting for tiers."""
+        """Seconds that may still be spent waiting for tiers, before another batch comes."""
         self._reader = reader
         self._part = part
         self._own = own
@@ -88,15 +89,17 @@ class Batches:
         (group, coming), self._coming = self._coming, None
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await asyncio.wait({coming}, timeout=self.left_s + ANSWER_S)
+        more_s = time_to_read(sum(self._reader.nbytes.get(source, 0) for source in group))
+        await asyncio.wait({coming}, timeout=self.left_s + more_s + ANSWER_S)
         self.left_s = max(0.0, self.left_s - (loop.time() - began))
         if not coming.done():
             coming.cancel()
             raise DeadlineExceeded(
                 f"reading {', '.join(str(source.key) for source in group)} did not finish in time: "
-                f"{self._reader.deadline_s:g} s were spent waiting for tiers"
+                f"{self._reader.deadline_s + more_s:.3g} s were spent waiting for tiers"
             )
         found = [coming.result()]
+        self.left_s = self._reader.deadline_s
         del coming  # it would keep the memory of what is parsed below
         await asyncio.to_thread(self._take, group, found)
 

@@ -24,11 +24,16 @@ LONG_NBYTES = 2 * WINDOW_NBYTES
 
 
 async def landed(
-    driver: TierDriver, key: str, tier: str, parsed: Callable[[memoryview, int], Shard]
+    driver: TierDriver,
+    key: str,
+    tier: str,
+    parsed: Callable[[memoryview, int], Shard],
+    came: Callable[[int], None] = lambda _: None,
 ) -> LandedShard | None:
     """Read the base under this key, and verify all of it. Its trained tensors are placed in memory of their own, since
     they are copied once more. ``tier``: its name. ``parsed``: parses the header, from the header's bytes and the
-    object's length. Needs the memory of the base and of :data:`WINDOWS` windows.
+    object's length. ``came``: told how many bytes have come. Needs the memory of the base and of :data:`WINDOWS`
+    windows.
 
     Returns ``None`` if the object is shorter than :data:`LONG_NBYTES`, or its header longer than one window. Errors:
     those of the driver; ``Corruption``.
@@ -37,8 +42,11 @@ async def landed(
     if nbytes < LONG_NBYTES:
         return None
     landing: Landing | None = None
+    so_far = 0
     async with aclosing(_windows(driver, key, nbytes)) as windows:
         async for window in windows:
+            so_far += len(window)
+            came(so_far)
             begins = 0
             if landing is None:
                 begins = header_length(window, key=key, tier=tier)

@@ -31,7 +31,8 @@ again, with growing pauses, until the deadline. Then the recovery is refused, an
 may be whole, so nothing older is restored in its place.
 
 Reads have deadlines. The read of an object that another tier holds too may take half of the time that is left. If
-nothing has come by then, its tier counts as silent, and is asked only for what no other tier has.
+nothing has come by then, its tier counts as silent, and is asked only for what no other tier has. What comes gives the
+time back, so that a deadline bounds silence and not the length of a checkpoint (:class:`Patience`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +58,7 @@ from tiercheck.policy.recovery.plan import Plan, Unreachable, batches, grouped, 
 from tiercheck.recovery.reading.batches import ANSWER_S, Batches
 from tiercheck.recovery.reading.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.recovery.reading.landing import landed
+from tiercheck.recovery.reading.patience import Patience, time_to_read
 from tiercheck.recovery.reading.verifying import verified
 from tiercheck.replication.objects.asking import asked_twice
 from tiercheck.streams.errors import Undecodable, ill_formed_is_corrupt
@@ -112,8 +114,8 @@ class VerifiedPart:
 class Reader:
     """Reads what one rank needs from its copies. Its coroutines run on the event loop.
 
-    ``state`` decodes shards. ``deadline_s`` bounds the time spent waiting for tiers, separately for verifying and for
-    replaying. In the methods, ``own`` are the rank's copies.
+    ``state`` decodes shards. ``deadline_s`` bounds the time in which nothing comes from the tiers. In the methods,
+    ``own`` are the rank's copies.
     """
 
     hierarchy: OpenHierarchy
@@ -122,6 +124,8 @@ class Reader:
     state: StateReader
     lineage: Lineage
     """The job's own past. What another job wrote does not belong to it."""
+    nbytes: Mapping[Copy, int] = field(default_factory=dict)
+    """How long each copy is: one that comes whole may take so much longer than the deadline."""
     copies: Copies = field(init=False)
     used: list[Copy] = field(default_factory=list)
     """The copies that the last recovery used, in order."""
@@ -142,6 +146,10 @@ class Reader:
     def quarantined(self) -> dict[Copy, str]:
         """Copies that failed, and why."""
         return self.copies.quarantined
+
+    def time_to_read(self, chosen: Plan) -> float:
+        """The most that it may take to read what was chosen, in seconds, beside the deadline."""
+        return time_to_read(sum(self.nbytes.get(source, 0) for source in chosen.sources))
 
     async def runs(self, part: VerifiedPart, own: Collection[Copy], *, threads: int) -> AsyncGenerator[Run, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
@@ -211,7 +219,7 @@ class Reader:
     async def verify(self, point: RecoveryPoint, own: Collection[Copy]) -> VerifiedPart | None:
         """Read and verify all that the rank needs to get to ``point``. ``None`` if no good copy of some version is
         left; :attr:`quarantined` then has more copies. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
-        until = asyncio.get_running_loop().time() + self.deadline_s
+        patience = Patience(self.deadline_s)
         choice = partial(plan, point, self.rank, order=self.hierarchy.order)
         while True:
             chosen = self.copies.choose(own, choice)
@@ -221,31 +229,30 @@ class Reader:
                 self._let_go()
                 return None
             try:
-                base, references, is_given = await self._verified_base(chosen, own, until)
-                await self._verify_batches(chosen, base, own, until)
+                base, references, is_given = await self._verified_base(chosen, own, patience)
+                await self._verify_batches(chosen, base, own, patience)
                 led = point.by_snapshot  # else the replay begins with the base, or the base is the point
-                start = await self._advanced(chosen.batches[0], base, own, until) if led else base
+                start = await self._advanced(chosen.batches[0], base, own, patience) if led else base
                 return VerifiedPart(chosen, base, start, references, is_given)
             except Failed as failed:
                 self.copies.note(failed)
                 self._let_go()
-            left_s = until - asyncio.get_running_loop().time()
-            if pause_s := self.copies.pause(own, choice, left_s):
+            if pause_s := self.copies.pause(own, choice, patience.left_s):
                 await asyncio.sleep(pause_s)
 
     async def _verified_base(
-        self, chosen: Plan, own: Collection[Copy], until: float
+        self, chosen: Plan, own: Collection[Copy], patience: Patience
     ) -> tuple[Any, References | None, bool]:
         source = chosen.anchor
         if self._base is not None and self._base[:2] == (source, chosen.constants):
             return self._base[2:]
         self._base = None  # before the next one is read
         try:
-            shard = await self._read_base(source, own, until)
+            shard = await self._read_base(source, own, patience)
             references = read_references(shard)
         except TierError as error:
             raise Failed(source, error) from error
-        constants = await self._verified_constants(chosen.constants, references, own, until)
+        constants = await self._verified_constants(chosen.constants, references, own, patience)
         try:
             base = await asyncio.to_thread(self._decoded_base, source, shard, constants)
         except TierError as error:
@@ -253,29 +260,31 @@ class Reader:
         self._base = source, chosen.constants, base, references, shard.is_given
         return base, references, shard.is_given
 
-    async def _read_base(self, source: Copy, own: Collection[Copy], until: float) -> container.Shard:
+    async def _read_base(self, source: Copy, own: Collection[Copy], patience: Patience) -> container.Shard:
         """The base, with every byte verified. A long base that its tier does not map is verified as it comes, and the
         optimizer may keep the memory of its tensors."""
         capabilities = self.hierarchy.tiers[source.tier].capabilities
         if source not in self._held and capabilities.ranged_get and not capabilities.mappable:
             name, parsed = self.copies.name(source), partial(self._parsed_header, source)
-            found = await self._asked(source, own, until, lambda driver: landed(driver, str(source.key), name, parsed))
+            came = partial(patience.came, source)
+            landing = partial(landed, key=str(source.key), tier=name, parsed=parsed, came=came)
+            found = await self._asked(source, own, patience, landing)
             if found is not None:
                 self.read_bytes += found.nbytes
                 return found
-        shard = self._parsed(source, await self._get(source, own, until))
+        shard = self._parsed(source, await self._get(source, own, patience))
         await verified([shard], self.state.threads)
         return shard
 
     async def _verified_constants(
-        self, source: Copy | None, references: References | None, own: Collection[Copy], until: float
+        self, source: Copy | None, references: References | None, own: Collection[Copy], patience: Patience
     ) -> container.Shard | None:
         """The constants that a base refers to, with every byte verified. Errors: ``Failed``, for their copy."""
         if source is None or references is None:
             return None
         name, key = self.copies.name(source), str(source.key)
         try:
-            shard = container.parse(await self._get(source, own, until), key=key, tier=name)
+            shard = container.parse(await self._get(source, own, patience), key=key, tier=name)
             references.check(shard.header, tier=name)
             await verified([shard], self.state.threads)
         except TierError as error:
@@ -306,16 +315,16 @@ class Reader:
         with self._form(source, shard):
             return self.state.led_on(base, shard, tier=self.copies.name(source))
 
-    async def _advanced(self, source: Copy, base: Any, own: Collection[Copy], until: float) -> Any:
+    async def _advanced(self, source: Copy, base: Any, own: Collection[Copy], patience: Patience) -> Any:
         """The state that a snapshot makes of the base. It is decoded while everything is verified: so it is not read
         again, and a snapshot that cannot be decoded is known before anything is changed."""
         try:
-            shard = self._parsed(source, await self._get(source, own, until))
+            shard = self._parsed(source, await self._get(source, own, patience))
             return await asyncio.to_thread(self._led_on, source, base, shard)
         except TierError as error:
             raise Failed(source, error) from error
 
-    async def _verify_batches(self, chosen: Plan, base: Any, own: Collection[Copy], until: float) -> None:
+    async def _verify_batches(self, chosen: Plan, base: Any, own: Collection[Copy], patience: Patience) -> None:
         groups = grouped(chosen.batches, self.state.steps_at_once)
         staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
         rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
@@ -327,7 +336,7 @@ class Reader:
                 if failures or source in self._digests:
                     return
                 try:
-                    found = [await self._get(source, own, until)]
+                    found = [await self._get(source, own, patience)]
                     if source in staying or (self._mapped(source) and len(self._held) < MAPPED_MAX):
                         self._held[source] = found[0]
                     async with verifying:
@@ -367,13 +376,13 @@ class Reader:
 
         Errors: ``Failed``, for the first copy in order.
         """
-        until = asyncio.get_running_loop().time() + seconds
+        patience = Patience(seconds)
         slots = asyncio.Semaphore(OBJECTS_AT_ONCE)
 
         async def read_one(source: Copy) -> container.Shard:
             async with slots:
                 try:
-                    shard = self._parsed(source, await self._get(source, own, until))
+                    shard = self._parsed(source, await self._get(source, own, patience))
                 except TierError as error:
                     raise Failed(source, error) from error
             if self._digests.get(source, shard.digest) != shard.digest:
@@ -395,7 +404,7 @@ class Reader:
         with self._form(source, shard):
             return self.state.records(shard, base, tier=self.copies.name(source))
 
-    async def _get(self, source: Copy, own: Collection[Copy], until: float) -> memoryview:
+    async def _get(self, source: Copy, own: Collection[Copy], patience: Patience) -> memoryview:
         """The object's bytes, read from its tier unless they are in memory. Errors: ``TierError``; ``Transient`` if
         nothing came in the time that is left (in half of it, if another tier has the object too)."""
         held = self._held.get(source)
@@ -403,22 +412,33 @@ class Reader:
             if not self._mapped(source):
                 del self._held[source]
             return held
-        content = await self._asked(source, own, until, lambda driver: driver.get(str(source.key)))
+        more_s = time_to_read(self.nbytes.get(source, 0))
+        content = await self._asked(source, own, patience, lambda driver: driver.get(str(source.key)), more_s)
+        patience.came(source, content.nbytes)
         self.read_bytes += content.nbytes
         return content
 
     async def _asked(
-        self, source: Copy, own: Collection[Copy], until: float, ask: Callable[[TierDriver], Awaitable[T]]
+        self,
+        source: Copy,
+        own: Collection[Copy],
+        patience: Patience,
+        ask: Callable[[TierDriver], Awaitable[T]],
+        more_s: float = 0.0,
     ) -> T:
-        """The answer of the copy's tier. Errors: as :meth:`_get`."""
-        left_s = max(0.0, until - asyncio.get_running_loop().time())
+        """The answer of the copy's tier. ``more_s``: how much longer it may take than what is left. Errors: as
+        :meth:`_get`."""
         driver = self.hierarchy.tiers[source.tier].driver
         reading = asyncio.ensure_future(asked_twice(lambda: ask(driver)))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that nobody logs its error
+        shared = self.copies.is_in_another_tier(source, own)
         try:
-            wait_s = left_s / 2 if self.copies.is_in_another_tier(source, own) else left_s
-            await asyncio.wait({reading}, timeout=wait_s)
-            if not reading.done():
+            while not reading.done():
+                arrivals = patience.arrivals
+                wait_s = (patience.left_s / 2 if shared else patience.left_s) + more_s
+                await asyncio.wait({reading}, timeout=wait_s)
+                if reading.done() or patience.arrivals > arrivals:
+                    continue
                 self.copies.silent.add(source.tier)
                 name = self.copies.name(source)
                 raise Transient(f"nothing came within {wait_s:.3g} s", tier=name, key=str(source.key))

@@ -24,7 +24,7 @@ from tiercheck.errors import Closed, ConfigurationError, Transient
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.chance import CHANCE
 from tiercheck.runtime.waiting import settled
-from tiercheck.tiers.s3.failures import FOREIGN, IllFormed, InDoubt, classify
+from tiercheck.tiers.s3.failures import FOREIGN, IllFormed, InDoubt, classify, is_bare_404
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.settings import S3Settings
 
@@ -49,15 +49,6 @@ COMPLETION_PATIENCE = 10
 def service_models(path: str | None) -> Any:
     """botocore's description of S3, read once a process: it takes a fifth of a second."""
     return botocore.loaders.create_loader(path)
-
-
-def ask_first(params: dict[str, Any], **_: object) -> None:
-    """``Expect: 100-continue`` if it pays: a condition that fails is then told before a large body is sent, and not
-    by breaking the connection in the middle of it. Elsewhere it would cost each part a round trip."""
-    conditional = {"If-None-Match", "If-Match"} & set(params["headers"])
-    body = params["body"]
-    if conditional and isinstance(body, Body) and len(body) >= EXPECT_BYTES_MIN:
-        params["headers"]["Expect"] = "100-continue"
 
 
 class Progress:
@@ -92,6 +83,8 @@ class S3Client:
         """What the last try met, while something is tried again."""
         self._client: Any = None
         self._context: Any = None
+        self._asks_first = True
+        """Not any more once a request with a body went without an answer: its server may know no such question."""
         self._transfers = asyncio.Semaphore(settings.parts_in_flight)
         self._small = asyncio.Semaphore(SMALL_REQUESTS)
 
@@ -125,7 +118,7 @@ class S3Client:
             raise ConfigurationError(f"{settings.place} cannot be used: {error}") from error
         events = self._client.meta.events
         events.unregister("before-call.s3", add_expect_header)
-        events.register("before-call.s3.PutObject", ask_first)
+        events.register("before-call.s3.PutObject", self._ask_first)
 
     async def close(self) -> None:
         context, self._context, self._client = self._context, None, None
@@ -164,10 +157,14 @@ class S3Client:
             async with self._transfers:
 
                 async def transfer() -> Answer:
-                    async with asyncio.timeout(self.settings.timeout_s) as scope:
-                        body = Body(buffers, start, stop, Progress(scope, self.settings.timeout_s))
-                        bodies.append(body)
-                        return await self._send(operation, {**arguments, "Body": body if len(body) else b""})
+                    try:
+                        async with asyncio.timeout(self.settings.timeout_s) as scope:
+                            body = Body(buffers, start, stop, Progress(scope, self.settings.timeout_s))
+                            bodies.append(body)
+                            return await self._send(operation, {**arguments, "Body": body if len(body) else b""})
+                    except TimeoutError:
+                        self._asks_first = False
+                        raise
 
                 def may_stop(task: asyncio.Future[Answer]) -> None:
                     if not bodies or not bodies[0].handed_over:
@@ -194,13 +191,12 @@ class S3Client:
     async def retrying(
         self, attempt: Callable[[], Awaitable[T]], key: str | None, acted: Callable[[], bool] = lambda: False
     ) -> T:
-        """``attempt`` until it succeeds, or fails for good, or the deadline has passed.
+        """``attempt`` until it succeeds, or fails for good, or the deadline has passed since it first failed.
 
         ``acted``, asked after a try that failed: whether the server may have published by it, for all that was sent.
         """
         in_doubt = False
-        began = asyncio.get_running_loop().time()
-        deadline = began + self.settings.deadline_s
+        failing_since: float | None = None
         for tries in itertools.count(1):
             self.check_open(key)
             try:
@@ -213,9 +209,13 @@ class S3Client:
                     raise
                 failure = classify(error, self.settings.timeout_s)
                 pause = BACKOFF.pause_s(tries, CHANCE.random())
+                now = asyncio.get_running_loop().time()
+                # A try may take longer than all that is given to trying again: a large part, or a wait for its turn.
+                failing_since = now if failing_since is None else failing_since
+                patience_s = self.settings.deadline_s
                 if self.opening and failure.unreachable:
-                    deadline = min(deadline, began + UNREACHABLE_S_MAX)
-                late = asyncio.get_running_loop().time() + pause >= deadline
+                    patience_s = min(patience_s, UNREACHABLE_S_MAX)
+                late = now + pause >= failing_since + patience_s
                 self.trouble = failure.reason
                 if not failure.retryable or tries >= TRIES_MAX or late:
                     final = failure.error(self.tier, key, tries)
@@ -235,12 +235,35 @@ class S3Client:
             answer: Answer = await method(Bucket=self.settings.bucket, **arguments)
         except (ResponseParserError, ValueError) as error:
             raise IllFormed(f"{operation}: {str(error)[:200]}") from error
+        except boto.ClientError as error:
+            if is_bare_404(error):
+                await self._check_absent(operation, arguments)
+            raise
         lacks = missing_from(answer, operation)
         if lacks:
             if "Body" in answer:
                 answer["Body"].close()
             raise IllFormed(f"{operation} without {lacks}")
         return answer
+
+    async def _check_absent(self, operation: str, arguments: dict[str, Any]) -> None:
+        """A 404 in which S3 says nothing may be a proxy's, and must not pass for an object that is not there: the
+        listing tells. Errors: ``IllFormed`` if there is such an object, or the request is not about one; the listing's.
+        """
+        if operation in ("GetObject", "HeadObject"):
+            name = arguments["Key"]
+            listed = await self._send("ListObjectsV2", {"Prefix": name})
+            if all(each["Key"] != name for each in listed.get("Contents", ())):
+                return
+        raise IllFormed(f"{operation}: 404 without a reason")
+
+    def _ask_first(self, params: dict[str, Any], **_: object) -> None:
+        """``Expect: 100-continue`` if it pays: a condition that fails is then told before a large body is sent, and not
+        by breaking the connection in the middle of it. Elsewhere it would cost each part a round trip."""
+        conditional = {"If-None-Match", "If-Match"} & set(params["headers"])
+        body = params["body"]
+        if self._asks_first and conditional and isinstance(body, Body) and len(body) >= EXPECT_BYTES_MIN:
+            params["headers"]["Expect"] = "100-continue"
 
 
 METHODS = {

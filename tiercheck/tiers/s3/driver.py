@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -83,8 +84,7 @@ class S3Driver(TierDriver):
         self._opened = False
         self._listing = Listing(self._client, self._names, flat=False)
         self._conditions = settings.conditional != "off" and settings.access == "write"
-        self.swept = 0
-        """Uploads and probes of dead clients that the last open removed."""
+        self._sweeping: asyncio.Task[None] | None = None
 
     @classmethod
     def from_url(cls, url: TierURL) -> S3Driver:
@@ -121,7 +121,7 @@ class S3Driver(TierDriver):
         return {"trouble": f"{self.settings.place}: {trouble}"} if trouble else {}
 
     async def open(self) -> None:
-        """Connect, check, try out what ``auto`` leaves open, and abort what dead clients left.
+        """Connect, check, and try out what ``auto`` leaves open. What dead clients left is aborted in the background.
 
         Errors: ``ConfigurationError`` (bucket, region, endpoint, profile, another number of shards),
         ``Unauthorized``, ``Transient`` if the endpoint does not answer in time, or nothing has listened there for
@@ -159,14 +159,14 @@ class S3Driver(TierDriver):
                 found = await probe(self._client, self._names)
                 conditions = found.conditions if settings.conditional == "auto" else conditions
                 flat = found.ordered if settings.listing == "auto" else flat
-            await self._sweep()
+            self._sweeping = asyncio.create_task(self._sweep())
         self._conditions = conditions and writing
         self._listing = Listing(self._client, self._names, flat=flat)
 
     async def _sweep(self) -> None:
-        """To abort uploads takes rights that to write does not; who lacks them is told, and works on."""
+        """Housekeeping, which nobody waits for. It takes rights that to write does not; who lacks them is told."""
         try:
-            self.swept = await sweep(self._client, self._names)
+            await sweep(self._client, self._names)
         except (Unauthorized, Refused) as error:
             log.warning(
                 "%s: abandoned uploads are left lying (%s); allow ListBucketMultipartUploads, ListMultipartUploadParts "
@@ -174,18 +174,26 @@ class S3Driver(TierDriver):
                 self._url,
                 error.message,
             )
+        except TierError as error:
+            log.warning("%s: abandoned uploads are left for the next open (%s)", self._url, error.message)
 
     async def leftovers(self) -> Sequence[Leftover]:
         """Uploads that nobody has added to for ``abandoned_after``, how long they are is not asked; and empty objects
         that old, by which a client has tried out the server."""
         self._client.check_open()
-        found = [each async for each in abandoned(self._client)]
+        if self._sweeping is not None:
+            await asyncio.wait({self._sweeping})
+        found = await abandoned(self._client)
         uploads = [Leftover("unfinished upload", upload["Key"], None, idle_s) for upload, idle_s in found]
         probes = await dead_probes(self._client, self._names)
         return (*uploads, *(Leftover("object of a probe", name, 0, age_s) for name, age_s in probes.items()))
 
     async def close(self) -> None:
         self._opened = False
+        sweeping, self._sweeping = self._sweeping, None
+        if sweeping is not None:
+            sweeping.cancel()
+            await asyncio.wait({sweeping})
         await self._client.close()
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:

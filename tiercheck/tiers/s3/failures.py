@@ -24,11 +24,11 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers.s3.settings import S3Settings
 
-__all__ = ["FOREIGN", "Failure", "IllFormed", "InDoubt", "Refused", "classify", "to_open_error"]
+__all__ = ["FOREIGN", "Failure", "IllFormed", "InDoubt", "Refused", "classify", "is_bare_404", "to_open_error"]
 
 
 class IllFormed(Exception):
-    """An answer that is not S3's, though its status says that all is well: a proxy's page, or a broken server's."""
+    """An answer that is not S3's, though its status would be one of S3's: a proxy's page, or a broken server's."""
 
 
 FOREIGN: tuple[type[Exception], ...] = (
@@ -158,6 +158,12 @@ def classify_answer(error: boto.ClientError) -> Failure:
     if status in (409, 429) or (status >= 500 and status != 501):
         return Failure(Transient, said, True, code, acted=status >= 500)
     return Failure(Refused, said, False, code or str(status))
+
+
+def is_bare_404(error: boto.ClientError) -> bool:
+    """Whether nothing but the status says that something is not there: S3's own answers tell what, but for a HEAD."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status == 404 and error.response.get("Error", {}).get("Code", "") in ("", "404")
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

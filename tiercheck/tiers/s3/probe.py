@@ -7,14 +7,16 @@ be overwritten is put twice. Order: two names that a walk over folders puts the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercheck.errors import ConfigurationError, NotFound, PreconditionFailed, Transient, Unauthorized
-from tiercheck.runtime.waiting import settled
+from tiercheck.runtime.waiting import settled, together
+from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import Answer, S3Client
 from tiercheck.tiers.s3.failures import UNAUTHORIZED, Refused
 from tiercheck.tiers.s3.listing import pages
@@ -22,7 +24,10 @@ from tiercheck.tiers.s3.names import Names, new_token
 
 __all__ = ["Findings", "abandoned", "check_layout", "dead_probes", "delete_names", "probe", "sweep"]
 
+T = TypeVar("T")
+
 DELETE_BATCH = 1000
+SWEPT_AT_ONCE = 8
 ERRORS_SHOWN = 5
 CONDITIONS_REFUSED = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
 
@@ -55,7 +60,7 @@ async def probe(client: S3Client, names: Names) -> Findings:
     root = f"{names.probe_root}{new_token()}/"
     below, beside = f"{root}a/b", f"{root}a-b"
     try:
-        await asyncio.gather(*(client.ask("PutObject", Key=name, Body=b"") for name in (below, beside)))
+        await asyncio.gather(*(put_empty(client, name) for name in (below, beside)))
         create, update, listed = await asyncio.gather(
             holds(client, below, IfNoneMatch="*"),
             holds(client, beside, IfMatch='"00000000000000000000000000000000"'),
@@ -72,10 +77,16 @@ async def probe(client: S3Client, names: Names) -> Findings:
         await settled(delete_names(client, [below, beside]))
 
 
+async def put_empty(client: S3Client, name: str, **condition: Any) -> None:
+    """As objects are put: a bucket's policy may refuse any other put."""
+    checksum: dict[str, Any] = {CRC32C.field: CRC32C.encode(0)}
+    await client.ask("PutObject", Key=name, Body=b"", **checksum, **client.settings.put_arguments, **condition)
+
+
 async def holds(client: S3Client, name: str, **condition: Any) -> bool:
     """Whether the server keeps a condition that is not met."""
     try:
-        await client.ask("PutObject", Key=name, Body=b"", **condition)
+        await put_empty(client, name, **condition)
     except PreconditionFailed:
         return True
     except Refused as error:
@@ -89,22 +100,31 @@ async def names_of(client: S3Client, prefix: str) -> list[str]:
     return [entry.name async for page in pages(client, prefix) for entry in page]
 
 
-async def sweep(client: S3Client, names: Names) -> int:
-    """Abort uploads under the prefix, and delete probes, whose clients are gone; returns how many.
+async def sweep(client: S3Client, names: Names) -> None:
+    """Abort uploads under the prefix, and delete probes, whose clients are gone.
 
     An upload counts as live as long as it, or a part of it, is younger than ``abandoned_after``, by the server's
     clock on both sides: another client's upload under way is left alone, however long it takes.
     """
-    swept = 0
-    async for upload, _ in abandoned(client):
-        try:
+
+    async def abort(upload: dict[str, Any]) -> None:
+        # It may be completed, or swept by another client, since it was listed.
+        with contextlib.suppress(Refused, NotFound):
             await client.ask("AbortMultipartUpload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"])
-        except (Refused, NotFound):
-            continue  # completed, or swept by another client, since it was listed
-        swept += 1
-    probes = await dead_probes(client, names)
-    await delete_names(client, list(probes))
-    return swept + len(probes)
+
+    await each_of([upload for upload, _ in await abandoned(client)], abort)
+    await delete_names(client, list(await dead_probes(client, names)))
+
+
+async def each_of(items: Iterable[T], do: Callable[[T], Awaitable[None]]) -> None:
+    """``do`` for each item, a few at a time. Errors: the first of them."""
+    waiting = iter(items)
+
+    async def work() -> None:
+        for item in waiting:
+            await do(item)
+
+    await together(work() for _ in range(SWEPT_AT_ONCE))
 
 
 async def dead_probes(client: S3Client, names: Names) -> dict[str, float]:
@@ -116,14 +136,20 @@ async def dead_probes(client: S3Client, names: Names) -> dict[str, float]:
     return {name: age_s for name, age_s in ages_s.items() if age_s > client.settings.abandoned_after_s}
 
 
-async def abandoned(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], float]]:
+async def abandoned(client: S3Client) -> list[tuple[dict[str, Any], float]]:
     """The uploads under the prefix whose clients are gone, and for how many seconds nobody has added to each."""
     oldest_s = client.settings.abandoned_after_s
-    async for upload, now in uploads(client):
-        if (now - upload["Initiated"]).total_seconds() > oldest_s:
-            idle_s = (now - await last_part(client, upload)).total_seconds()
-            if idle_s > oldest_s:
-                yield upload, idle_s
+    found: list[tuple[dict[str, Any], float]] = []
+
+    async def look(old: tuple[dict[str, Any], datetime]) -> None:
+        upload, now = old
+        idle_s = (now - await last_part(client, upload)).total_seconds()
+        if idle_s > oldest_s:
+            found.append((upload, idle_s))
+
+    begun = [(upload, now) async for upload, now in uploads(client)]
+    await each_of([each for each in begun if (each[1] - each[0]["Initiated"]).total_seconds() > oldest_s], look)
+    return found
 
 
 async def uploads(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], datetime]]:

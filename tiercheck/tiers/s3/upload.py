@@ -82,6 +82,8 @@ class Upload:
             ours = await self._ours()
             if ours is not None:
                 return ours
+            if isinstance(error, NotFound) and mode.etag is None:
+                raise  # no condition has failed
             raise self._lost(mode) from error
         return str(answer["ETag"])
 

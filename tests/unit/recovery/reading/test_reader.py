@@ -22,11 +22,12 @@ from tiercheck.errors import Mismatch, RecoveryError, Transient
 from tiercheck.format.container import TensorEntry, parse
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
-from tiercheck.recovery.reading import reader
+from tiercheck.recovery.reading import landing, patience, reader
 from tiercheck.recovery.report import Recovery
 from tiercheck.streams.records.snapshot import SnapshotStream
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.wrappers.throttled import Throttle, ThrottledDriver
 from tiercheck.types import Fidelity
 
 BATCH = 5
@@ -302,6 +303,19 @@ class TestBeforeAnythingIsTouched:
         checkpointer, training = two_places.recovered(silent, sound, deadline_s=3.0)
         assert training.parameters() == states[23]
         assert report(checkpointer).quarantined == (), "silence costs no copy"
+
+    def test_a_slow_tier_that_keeps_giving_is_not_silent(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The base needs three times the deadline, and so does what follows it."""
+        states = place.trained(5, Wide)
+        monkeypatch.setattr(landing, "LONG_NBYTES", 1)
+        monkeypatch.setattr(landing, "WINDOW_NBYTES", 64 << 10)
+        monkeypatch.setattr(patience, "BYTES_PER_S_MIN", 100_000)
+        slow = Tier(place.urls[0], "durable", lambda driver: ThrottledDriver(driver, Throttle(bytes_per_s=250_000)))
+        training = Wide()
+        settings = {"base_every": 1000, "batch": BATCH, "deadline_s": 1.0}
+        checkpointer = training.attach(Hierarchy.of(f"memory://reader-{uuid.uuid4().hex}", slow), **settings)
+        checkpointer.abort()
+        assert training.parameters() == states[5]
 
     def test_a_differential_of_another_state_is_not_used(self, place: Place) -> None:
         place.trained(12)
