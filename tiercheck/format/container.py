@@ -89,11 +89,12 @@ class TensorEntry:
     checksum: str | None = None
 
     def __post_init__(self) -> None:
+        spec = self.spec
         object.__setattr__(self, "data", bytes_of(self.data))
-        object.__setattr__(self, "shape", self.spec.shape)
-        if self.spec.nbytes != len(self.data):
+        object.__setattr__(self, "shape", spec.shape)
+        if spec.nbytes != len(self.data):
             raise ValueError(
-                f"tensor {self.name!r} of {self.dtype} {list(self.shape)} has {self.spec.nbytes} bytes, "
+                f"tensor {self.name!r} of {self.dtype} {list(self.shape)} has {spec.nbytes} bytes, "
                 f"and its data {len(self.data)}"
             )
 

@@ -390,6 +390,8 @@ def header_length(buffer: memoryview) -> int:
 
 def read_string(literal: str) -> str:
     """Errors: ``ValueError`` for half of a surrogate pair, which Python takes for text, and other readers refuse."""
+    if "\\" not in literal and literal.isprintable():  # nearly all: there are thousands of names and checksums
+        return literal[1:-1]
     string: str = json.loads(literal)
     if "\\u" in literal and any("\ud800" <= each <= "\udfff" for each in string):
         raise ValueError("its header has half of a surrogate pair")

@@ -77,7 +77,7 @@ class Demand:
         if self.nbytes > limit_bytes:
             ways = ", or ".join(self._ways_out(limit_bytes, config, cadence, foldable))
             raise CapacityExceeded(
-                f"the first tier must hold {self._held(BASES_MAX, self.holding.records_usual)}, "
+                f"the first tier must hold {self._held(self.holding.bases_max, self.holding.records_usual)}, "
                 f"{self._in_all(self.holding.nbytes_least)}, but has room for {bytes_text(limit_bytes)}: {ways}",
                 tier=tier,
             )
@@ -92,7 +92,7 @@ class Demand:
             tier,
             self._held(holding.bases_usual, holding.records_usual),
             self._in_all(holding.nbytes_usual),
-            BASES_MAX,
+            holding.bases_max,
             holding.records_lagging,
             self._kind,
             self._in_all(holding.nbytes_max),
@@ -141,14 +141,16 @@ class Demand:
         if holding.sizes.supersedes:
             return ways  # the number of snapshots does not depend on the interval
         if holding.fold_every:
-            least = holding.nbytes(BASES_MAX, FOLD_EVERY_MIN + RECORDS_BESIDE + holding.sizes.on_their_way)
+            least = holding.nbytes(holding.bases_max, FOLD_EVERY_MIN + RECORDS_BESIDE + holding.sizes.on_their_way)
             helps = config.batch > 1 and self.ranks * least <= limit_bytes
             return [*ways, f"lower batch (now {config.batch})"] if helps else ways
         by_versions = isinstance(cadence, EveryVersions)
         option = "base_every" if by_versions and not config.cadence else "the interval of cadence"
         interval = config.base_every
         intervals = BASES_MAX if holding.records_usual >= BASES_MAX * interval else 1
-        room = limit_bytes // self.ranks - holding.nbytes(BASES_MAX, holding.records_usual - intervals * interval)
+        room = limit_bytes // self.ranks - holding.nbytes(
+            holding.bases_max, holding.records_usual - intervals * interval
+        )
         fitting = room // max(1, intervals * holding.sizes.record_nbytes)
         fits = f"; {fitting} would fit" if config.batch <= fitting < interval else ""
         if interval > 1:

@@ -128,6 +128,8 @@ class Agreement:
     deadline_s: float
     mark: int = NO_MARK
     """The version that the ranks have agreed on last."""
+    _before: int = NO_MARK
+    """The mark when the last base was due."""
 
     @staticmethod
     def needed(hierarchy: OpenHierarchy, group: AsyncGroup) -> bool:
@@ -144,10 +146,9 @@ class Agreement:
         """
         what = f"agreeing on what is whole before base {version}"
         until = self.scheduler.time() + self.deadline_s
+        self._before = self.mark
         while True:
-            answers: list[_Said] = await gather(
-                self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S, kind=_Said
-            )
+            answers = await self._ask(what, until)
             reaches = [answer.reach for answer in answers]
             mark = agreed(reaches)
             if mark != self.mark:
@@ -160,6 +161,26 @@ class Agreement:
                 late = [rank for rank, version in enumerate(newest) if version == min(newest)]
                 raise RanksLate(self._late(late, [answer.errors for answer in answers]), late=late)
             await self.scheduler.sleep(AGAIN_S)
+
+    async def advance(self, version: int) -> None:
+        """The version is whole on every rank, and no base is due. As long as there is no mark, or it has not moved when
+        the last base was due, the ranks look after each version whether there is a newer one: until then a rank that
+        needs bases in between may have to keep too many.
+
+        Errors: as :meth:`settle`.
+        """
+        if self.mark != self._before:
+            return
+        what, until = f"agreeing on what is whole at version {version}", self.scheduler.time() + self.deadline_s
+        mark = agreed([answer.reach for answer in await self._ask(what, until)])
+        if mark != self.mark:
+            self.mark = mark
+            await self._ask(what, until)  # the movers are told
+
+    async def _ask(self, what: str, until: float) -> list[_Said]:
+        """What the ranks say, once their movers know the mark."""
+        deadline_s = self.deadline_s + 2 * TOLD_S
+        return await gather(self.group, what, lambda: self._said(until), deadline_s=deadline_s, kind=_Said)
 
     async def _said(self, until: float) -> _Said:
         await self._tell()

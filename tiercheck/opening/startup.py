@@ -408,7 +408,7 @@ class _Startup:
             rank=ranks.rank,
             generation=start.branch.generation,
             version=start.version,
-            settle=agreement.settle if agreement else None,
+            agreement=agreement,
             before_bases=self.before_bases,
             folds=opened.folds is not None,
             not_folded=opened.not_folded,

@@ -3,8 +3,9 @@
 A base stays until the next one is whole and no rank needs the one before (:mod:`tiercheck.policy.watermark`). So there
 are two while one is being made, and a third one when a restart adds its opening base, or while a base takes longer on
 its way to the durable tier than the next ones take to come. If no tier that all ranks share commits bases, three are
-usual: two are kept here. Differentials stay until a base after them is there, and every other tier that is to hold them
-has them.
+usual: two are kept here. There may be four then, since the one that leads to the ranks' mark stays too, and a rank that
+needs bases before the next one is due cannot move the mark. Differentials stay until a base after them is there, and
+every other tier that is to hold them has them.
 
 In bytes a trained parameter, with Adam in fp32 (12 a base), folded every 5 versions, in batches of 5::
 
@@ -82,6 +83,7 @@ class Holding:
     """Before there are more, training waits; ``None``: they are not counted."""
     bases_usual: int = BASES_USUAL
     """While the other tiers keep up."""
+    bases_max: int = BASES_MAX
 
     @property
     def records_unfolded(self) -> int:
@@ -105,11 +107,11 @@ class Holding:
     @property
     def nbytes_least(self) -> int:
         """The least room that is enough."""
-        return self.nbytes(BASES_MAX, self.records_usual)
+        return self.nbytes(self.bases_max, self.records_usual)
 
     @property
     def nbytes_max(self) -> int:
-        return self.nbytes(BASES_MAX, self.records_lagging)
+        return self.nbytes(self.bases_max, self.records_lagging)
 
     def nbytes(self, bases: int, records: int) -> int:
         sizes = self.sizes
@@ -132,7 +134,7 @@ def holding(
         records = 2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1
         return Holding(sizes, 0, records, records)
     if not (fold_every or each_commits):
-        return Holding(sizes, 0, records_lagging, records_lagging, bases_usual=BASES_MAX)
+        return Holding(sizes, 0, records_lagging, records_lagging, bases_usual=BASES_MAX, bases_max=BASES_MAX + 1)
     every = fold_every
     while True:
         apart = every or interval

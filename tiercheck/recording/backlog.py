@@ -82,7 +82,9 @@ class Backlog:
             held, most = await self._look(self._records_max)
             if held >= most:
                 held, most = await self._room(self._records_max)
-            self._left = max(1, most - held) if self._is_known or most > self._records_max else 1
+            # While training waits for the first fold, there may be fewer all of a sudden.
+            varies = self._waits_for_folds and not self._is_known and most <= self._records_max
+            self._left = 1 if varies else max(1, most - held)
         self._left -= 1
 
     async def stands_in(self) -> bool:

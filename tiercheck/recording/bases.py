@@ -7,7 +7,7 @@ waits until the copy has read the state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, NotFound, RecoveryError, SaveError
@@ -15,6 +15,7 @@ from tiercheck.format import container
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import DUE_MAX
+from tiercheck.recording.agreement import Agreement
 from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.modes import (
@@ -57,11 +58,11 @@ class Bases:
         config: CheckpointConfig,
         rank: int,
         generation: int,
-        settle: Callable[[int], Awaitable[None]] | None,
+        agreement: Agreement | None,
         folds: bool,
     ) -> None:
-        """``settle`` is called on every rank, at the versions at which all ranks make a base. ``folds``: those are left
-        to the mover, as far as it takes them."""
+        """``agreement`` is asked on every rank at each version; ``None`` if a tier is shared. ``folds``: bases that are
+        due are left to the mover, as far as it takes them."""
         self.in_flight: BaseInFlight | None = None
         self.anchor: int | None = None
         """The version of the newest base that is in the first tier."""
@@ -76,7 +77,7 @@ class Bases:
         self._config = config
         self._rank = rank
         self._generation = generation
-        self._settle = settle
+        self._agreement = agreement
         self._copier = BaseCopier(
             scheduler,
             mover.nudge,
@@ -243,14 +244,16 @@ class Bases:
             await self.finish_copy()
         return nbytes
 
-    async def settle_with_others(self, version: int) -> None:
-        """All ranks make a base at this version: agree with them. Errors: ``SaveError``; ``GroupError``."""
-        if self._settle is None:
+    async def settle_with_others(self, version: int, *, due: bool) -> None:
+        """Agree with the other ranks, which all are at this version, and of which each makes a base if one is ``due``.
+        Errors: ``SaveError``; ``GroupError``."""
+        if self._agreement is None:
             return
-        await self.finish()
+        if due:
+            await self.finish()
         began = self._scheduler.time()
         try:
-            await self._settle(version)
+            await (self._agreement.settle(version) if due else self._agreement.advance(version))
         except RecoveryError as error:  # of another rank, in words
             raise SaveError(str(error)) from error
         finally:

@@ -8,7 +8,7 @@ chain with a gap would restore a wrong state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.first_tier import Holding
 from tiercheck.policy.placement import Placement
+from tiercheck.recording.agreement import Agreement
 from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
@@ -84,13 +85,13 @@ class Recorder:
         rank: int,
         generation: int,
         version: int,
-        settle: Callable[[int], Awaitable[None]] | None = None,
+        agreement: Agreement | None = None,
         before_bases: Callable[[], None] | None = None,
         folds: bool = False,
         not_folded: str = "",
         holding: Holding | None = None,
     ) -> None:
-        """``settle`` is called on every rank, at the versions at which all ranks make a base; ``before_bases`` at those
+        """``agreement`` is asked on every rank at each version; ``before_bases`` is called at those
         at which one is due, whoever makes it. ``folds``: those are left to the mover, as far as it takes them;
         ``not_folded``: why not, if that was wanted. ``holding``: as of :class:`Backlog`."""
         self.version = version
@@ -128,7 +129,7 @@ class Recorder:
             config=config,
             rank=rank,
             generation=generation,
-            settle=settle,
+            agreement=agreement,
             folds=folds,
         )
         self._backlog = Backlog(
@@ -393,13 +394,15 @@ class Recorder:
         due = False
         with self._saves.saving(version, recorded=recorded):
             due = await self._bases.is_due(version)
+            if not due:
+                await self._bases.settle_with_others(version, due=False)
         if due or self._bases.is_needed():
             with self._saves.saving(version, recorded=recorded):
                 doubted = self._stream.doubts != Doubts()  # the differential says so, also if the doubt ends here
                 if due and self._before_bases is not None:
                     self._before_bases()
                 if due:
-                    await self._bases.settle_with_others(version)
+                    await self._bases.settle_with_others(version, due=True)
                 folds = not doubted and not self._backlog.folds_late
                 if due and folds and self._bases.folds:
                     await self._look_at_closed(0)  # what folds looks for this record

@@ -116,10 +116,10 @@ class Actions:
         """The shard, every byte of it verified; ``None`` if it is damaged or gone. Errors: ``SourceError``."""
         try:
             content = await source.driver.get(str(key))
-            shard = container.parse(content, key=str(key), tier=source.name)
+            # Thousands of tensors take a while, and the ranks of an agent share this loop.
+            shard = await asyncio.to_thread(container.parse, content, key=str(key), tier=source.name)
             self._check_token(source, key, shard.metadata.token)
-            await asyncio.to_thread(shard.verify)
-            stored = as_stored(shard)
+            stored = await asyncio.to_thread(_verified_contents, shard)
             wanted = await asyncio.to_thread(_reencoded, shard, codec) if codec else stored
             return _VerifiedShard(content, stored, wanted)
         except NotFound as error:
@@ -296,6 +296,12 @@ def _record_of(key: Key) -> CommitKey | None:
         case ShardKey(stream=Stream.BASE | Stream.SNAPSHOT):
             return CommitKey.of(key)
     return None
+
+
+def _verified_contents(shard: container.Shard) -> ShardContents:
+    """What the shard holds, every byte of it verified. Errors: ``Corruption``."""
+    shard.verify()
+    return as_stored(shard)
 
 
 def _reencoded(shard: container.Shard, codec: str) -> ShardContents:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import until
 from tests.training import Training, faulty, memory
@@ -68,6 +69,21 @@ def train(training: Training, checkpointer: Checkpointer, last: int) -> None:
         training.backward(version)
         checkpointer.capture(version, provider.gradients())
         training.optimizer.step()
+        checkpointer.complete(version)
+
+
+def train_writing(training: Training, checkpointer: Checkpointer, last: int, *, writes: Callable[[int], bool]) -> None:
+    """As :func:`train`; behind some steps the loop writes to the parameters, and such a version needs a base."""
+    provider = ModuleProvider(training.model, training.optimizer)
+    for version in range(checkpointer.version + 1, last + 1):
+        training.backward(version)
+        checkpointer.capture(version, provider.gradients())
+        training.optimizer.step()
+        checkpointer.stepped(version)
+        if writes(version):
+            with torch.no_grad():
+                for parameter in training.model.parameters():
+                    parameter.clamp_(-0.5, 0.5)
         checkpointer.complete(version)
 
 
@@ -366,3 +382,40 @@ def test_a_rank_that_closes_after_a_failed_save_tells_those_who_wait_for_it_why(
     for error in ranks(life).values():
         assert isinstance(error, GroupError | SaveError), error
         assert f"rank 0 had failed before: version {BASE_EVERY} could not be saved: the memory is broken" in str(error)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["memory alone", "memory and a tier that outlives the node"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_bases_that_are_needed_between_those_that_are_due_make_room_for_one_another(
+    tmp_path: Path, every: int, apart: bool
+) -> None:
+    """Rank 0 alone needs them, or both do, in each step; and what all ranks can come to stays."""
+    job = Job(tmp_path)
+    last = 5 * BASE_EVERY + 3
+
+    def start(rank: int, group: SimulatedGroup) -> tuple[Training, Checkpointer]:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer)
+        hierarchy = Hierarchy.of(job.memories[rank], *([job.others[rank]] if apart else []))
+        config = CheckpointConfig(base_every=2 * BASE_EVERY, batch=2, keep_last=1, deadline_s=DEADLINE_S)
+        return training, Checkpointer(provider, hierarchy, group=group, config=config)
+
+    def first_life(rank: int, group: SimulatedGroup) -> bytes:
+        training, checkpointer = start(rank, group)
+        train_writing(
+            training, checkpointer, last, writes=lambda version: version % every == 0 and (every == 1 or not rank)
+        )
+        checkpointer.flush()
+        checkpointer.abort()
+        assert len(job.bases(job.memories[rank], rank)) <= 4
+        return training.parameters()
+
+    def second_life(rank: int, group: SimulatedGroup) -> bytes:
+        training, checkpointer = start(rank, group)
+        checkpointer.abort()
+        assert checkpointer.recovery is not None
+        assert checkpointer.recovery.version == last
+        return training.parameters()
+
+    first = ranks(first_life)
+    assert ranks(second_life) == first

@@ -179,12 +179,13 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.tiers.wrappers.base import Operation, WrappingDriver
 
 logging.basicConfig(level=logging.INFO)
-moving = threading.Event()
+moving, ending = threading.Event(), threading.Event()
 
 class UntilTheEnd(WrappingDriver):
     async def around(self, call, work):
         if call.operation is Operation.PUT and "differential/000000000002" in call.key:
             moving.set()
+            await asyncio.to_thread(ending.wait, 60)
             await asyncio.to_thread(threading.main_thread().join, 0.5)
         return await work()
 
@@ -193,6 +194,7 @@ training.attach(Hierarchy.of(memory(), Tier(sys.argv[1], wrap=UntilTheEnd)), bat
 training.step(1)
 training.step(2)
 assert moving.wait(30)
+ending.set()
 print("the last line of the script", file=sys.stderr)
 """
 

@@ -34,7 +34,7 @@ __all__ = [
     "codec_names",
     "codec_of",
     "decode",
-    "decode_half",
+    "decode_as_stored",
     "decode_sparse",
     "fidelity_of",
     "registered",
@@ -61,13 +61,16 @@ def decode_sparse(description: object, parts: Mapping[str, StoredPart], *, threa
     return codec_of(encoding).decode_sparse(encoding, parts, threads=threads)
 
 
-def decode_half(description: object, parts: Mapping[str, StoredPart]) -> HalfGradient | None:
-    """The stored elements of an fp32 tensor that is stored in half precision; ``None`` if :func:`decode` is to be used.
-
-    Errors: as for :func:`decode`.
+def decode_as_stored(
+    description: object, parts: Mapping[str, StoredPart], *, threads: int = 1
+) -> NDArray[Any] | SparseGradient | HalfGradient:
+    """What a replay needs of the tensor: the stored elements if it is stored sparsely, or as fp32 in half precision;
+    else as :func:`decode`. Errors: as there.
     """
     encoding = Encoding.from_object(description)
-    return codec_of(encoding).decode_half(encoding, parts)
+    chosen = codec_of(encoding)
+    stored = chosen.decode_sparse(encoding, parts, threads=threads) or chosen.decode_half(encoding, parts)
+    return chosen.decode(encoding, parts, threads=threads) if stored is None else stored
 
 
 def fidelity_of(description: object) -> Fidelity:

@@ -94,7 +94,10 @@ class Encoding:
 
     @classmethod
     def from_object(cls, value: object) -> Encoding:
-        """The inverse. Errors: ``Corruption`` for anything that :meth:`to_object` does not return."""
+        """The inverse. Errors: ``Corruption`` for anything that :meth:`to_object` does not return. An encoding is what
+        it says."""
+        if isinstance(value, Encoding):
+            return value
         try:
             read = schema.read(Description, value)
         except ValueError as error:

@@ -260,7 +260,7 @@ def newest_buffers(extras: Mapping[str, torch.Tensor], records: Sequence[Differe
 
 def check_exact(saved: Identity, here: Identity, records: Sequence[Differential]) -> None:
     """Errors: ``NotExact`` if the steps replayed by ``here`` may have other bits than those that were taken."""
-    tally = sum((Tally.of(each.encodings.values()) for each in records), Tally())
+    tally = sum((Tally.of(map(each.encoding, each.encodings)) for each in records), Tally())
     for doubts, refusal in ((Doubts(), NotExact), (Doubts.of(records[-1].host_state), InDoubt)):
         fidelity, notes = reached(saved, here, tally, doubts)
         if fidelity is not Fidelity.EXACT:

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tiercheck.errors import Corruption
 from tiercheck.format.container import Shard, TensorEntry, TensorSpec
 from tiercheck.kernels import HalfGradient, SparseGradient
-from tiercheck.streams.codecs import decode, decode_half, decode_sparse, fidelity_of
+from tiercheck.streams.codecs import Encoding, decode, decode_as_stored, fidelity_of
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import buffer_prefix, gradient_parts, host_name, record_name
 from tiercheck.streams.tensors.as_bytes import tensor_in, tensor_of
@@ -34,6 +35,7 @@ class Differential:
     host_state: Mapping[str, Any]
     _encodings: Mapping[str, Mapping[str, Any]]
     _shard: Shard
+    _read: dict[str, Encoding] = field(default_factory=dict, compare=False)
 
     @property
     def codecs(self) -> frozenset[str]:
@@ -55,18 +57,21 @@ class Differential:
 
     def gradient(self, master: str, *, threads: int = 1) -> torch.Tensor:
         """One of them, decoded by at most ``threads`` threads."""
-        encoding = self._encodings[master]
-        return tensor_of(decode(encoding, self._parts(master), threads=threads), encoding["dtype"])
+        encoding = self.encoding(master)
+        return tensor_of(decode(encoding, self._parts(encoding, master), threads=threads), encoding.dtype)
 
-    def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
-        """The same without its zeros; ``None`` if it is stored densely."""
-        encoding = self._encodings[master]
-        return decode_sparse(encoding, self._parts(master), threads=threads)
+    def gradient_as_stored(self, master: str, *, threads: int = 1) -> torch.Tensor | SparseGradient | HalfGradient:
+        """The same without its zeros if it is stored sparsely, and as it is stored if that is fp32 in half precision:
+        that is decoded where it is used, and takes no memory of its own."""
+        encoding = self.encoding(master)
+        found = decode_as_stored(encoding, self._parts(encoding, master), threads=threads)
+        return tensor_of(found, encoding.dtype) if isinstance(found, np.ndarray) else found
 
-    def half_gradient(self, master: str) -> HalfGradient | None:
-        """The same as it is stored; ``None`` if that is not fp32 in half precision."""
-        encoding = self._encodings[master]
-        return decode_half(encoding, self._parts(master))
+    def encoding(self, master: str) -> Encoding:
+        """How its gradient is encoded."""
+        if master not in self._read:
+            self._read[master] = Encoding.from_object(self._encodings[master])
+        return self._read[master]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers recorded at this version."""
@@ -94,8 +99,8 @@ class Differential:
         specs = [spec for spec in self._shard.specs if spec.name.startswith(prefix)]
         return [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in specs]
 
-    def _parts(self, master: str) -> dict[str, TensorEntry]:
-        return gradient_parts(self._shard, self.version, master, self._encodings[master]["parts"])
+    def _parts(self, encoding: Encoding, master: str) -> dict[str, TensorEntry]:
+        return gradient_parts(self._shard, self.version, master, encoding.parts)
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:

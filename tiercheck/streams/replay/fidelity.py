@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from tiercheck.streams.codecs import Encoding, fidelity_of
 from tiercheck.streams.doubts import Doubts
@@ -53,13 +52,13 @@ class Tally:
     """Steps that were replayed otherwise than bit for bit, since that was asked for."""
 
     @classmethod
-    def of(cls, encodings: Iterable[Mapping[str, Any]]) -> Tally:
+    def of(cls, encodings: Iterable[object]) -> Tally:
         """The tally of one version, from how its gradients were encoded. Errors: ``Corruption``."""
         ways: set[Way] = set()
         nonfinite = 0
         for description in encodings:
             encoding = Encoding.from_object(description)
-            ways.add(Way(encoding.codec, fidelity_of(description), encoding.trained_on))
+            ways.add(Way(encoding.codec, fidelity_of(encoding), encoding.trained_on))
             nonfinite += encoding.scalars.get("nonfinite", 0)
         return cls(1, dict.fromkeys(ways, 1), nonfinite, int(nonfinite > 0))
 

@@ -24,7 +24,7 @@ import torch
 from tiercheck.errors import Corruption
 from tiercheck.kernels import HalfGradient, SparseGradient
 from tiercheck.kernels.threads import run as on_threads
-from tiercheck.streams.codecs import Encoding, codec_of
+from tiercheck.streams.codecs import codec_of
 from tiercheck.streams.errors import Undecodable
 from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay.fidelity import Tally
@@ -120,7 +120,7 @@ def run_of(differential: Differential, *, threads: int = 1) -> Run:
         steps=() if differential.skipped else (step,),
         buffers=buffers,
         host_state=differential.host_state,
-        tally=Tally.of(differential.encodings.values()),
+        tally=Tally.of(map(differential.encoding, differential.encodings)),
     )
 
 
@@ -131,16 +131,9 @@ def _gradients(differential: Differential, threads: int) -> dict[str, Gradient]:
     pieces = [slice(len(names) * index // count, len(names) * (index + 1) // count) for index in range(count)]
 
     def decode(piece: slice) -> dict[str, Gradient]:
-        return {name: gradient_of(differential, name, threads=threads // count) for name in names[piece]}
+        return {name: differential.gradient_as_stored(name, threads=threads // count) for name in names[piece]}
 
     return {name: each for found in on_threads(decode, pieces) for name, each in found.items()}
-
-
-def gradient_of(differential: Differential, name: str, *, threads: int = 1) -> Gradient:
-    """The gradient of a master, decoded unless it is stored in half precision: that is done where it is used, and takes
-    no memory of its own. Errors: ``Corruption``."""
-    stored = differential.sparse_gradient(name, threads=threads) or differential.half_gradient(name)
-    return differential.gradient(name, threads=threads) if stored is None else stored
 
 
 def wide(gradient: HalfGradient) -> torch.Tensor:
@@ -157,7 +150,7 @@ class GradientsOnDemand(Mapping[str, Gradient]):
         self._differential = differential
 
     def __getitem__(self, name: str) -> Gradient:
-        return gradient_of(self._differential, name)
+        return self._differential.gradient_as_stored(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._differential.encodings
@@ -175,8 +168,8 @@ def check_fits(differential: Differential, masters: Mapping[str, torch.Tensor], 
     Errors: ``Corruption`` if it names a master or a shape that the state does not have, or lacks the options of one
     of the ``groups`` parameter groups; ``ConfigurationError`` for a codec that this version does not have.
     """
-    for name, description in differential.encodings.items():
-        encoding = Encoding.from_object(description)
+    for name in differential.encodings:
+        encoding = differential.encoding(name)
         codec_of(encoding)
         shape = encoding.shape
         if name not in masters or tuple(masters[name].shape) != shape:

@@ -16,6 +16,7 @@ from tests.recorded import Trainer, fresh, gradients_of, state_of
 from tests.replaying import one_by_one, replayed_runs
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
+from tiercheck.streams.codecs.sparse import Sparse
 from tiercheck.streams.optimizers import replay as optimizers_replay
 from tiercheck.streams.records.recorded import Differential
 from tiercheck.streams.replay import replay as replaying
@@ -258,7 +259,7 @@ class TestSparse:
         sparse = fresh()
         replay(sparse, differentials)
         with monkeypatch.context() as patched:
-            patched.setattr(Differential, "sparse_gradient", lambda self, master, *, threads=1: None)
+            patched.setattr(Sparse, "decode_sparse", lambda self, encoding, parts, *, threads=1: None)
             assert not any(
                 isinstance(each, SparseGradient) for each in run_of(differentials[0]).steps[0].gradients.values()
             )
