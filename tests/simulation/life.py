@@ -269,7 +269,7 @@ class Process:
             tiers.append(tier("shared", self.cluster.shared, Survives.RACK))
         return Hierarchy.of(*tiers)
 
-    def _lock(self, urls: Sequence[str], rank: int) -> Process:
+    def _lock(self, urls: Sequence[str], rank: int, _: str) -> Process:
         self._locked = [(url, rank) for url in urls]
         if self.cluster.locked & set(self._locked):
             raise JobConflict(f"rank {rank} of another job holds {urls}")

@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
 
-_Told: TypeAlias = tuple[str, str, Mapping[str, str], tuple[int, ...], list[int], StageTold | None]
+_Told: TypeAlias = tuple[str, str, Mapping[str, str], tuple[int, ...], list[int], str, StageTold | None]
 """What a rank tells the others: see :meth:`_Startup.look`."""
 
 
@@ -196,12 +196,13 @@ class _Startup:
             check_pipeline(stages)
             self.tell_of_stages(stages)
         layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, *_ in told).encode()))
-        sizes = [Sizes(*each) for _, _, _, each, _, _ in told]
-        bound = [each for *_, each, _ in told]
+        sizes = [Sizes(*each) for _, _, _, each, *_ in told]
+        bound = [each for _, _, _, _, each, *_ in told]
+        _, _, _, _, _, start, _ = told[0]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
         opened, reasons = await ranks.exchange(
-            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes, bound)
+            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes, bound, start)
         )
         tell_folding(ranks.rank, reasons)
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
@@ -270,7 +271,7 @@ class _Startup:
     async def look(self, settings: Mapping[str, str]) -> tuple[_State, _Told]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
         this one holds, what it asks for, the settings that all must have, the sizes, which processors it is bound to,
-        and, if a lost one is to be made anew, which stage it is."""
+        its start's name, and, if a lost one is to be made anew, which stage it is."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
@@ -280,7 +281,8 @@ class _Startup:
             stage = stage_told(stage_state(self.trained.stage()).place)
             asked = " and ".join(filter(None, (asked, f"on_lost_stage={self.on_lost_stage}")))
         sizes, processors = astuple(sizes_of(stream)), sorted(self.runtime.processors)
-        return _State(stream, given), (self.trained.layout(), asked, settings, sizes, processors, stage)
+        told = (self.trained.layout(), asked, settings, sizes, processors, self.runtime.start, stage)
+        return _State(stream, given), told
 
     def tell_of_stages(self, stages: Sequence[StageTold]) -> None:
         averages = self.on_lost_stage is not None and Method.AVERAGE in self.on_lost_stage.methods
@@ -342,17 +344,18 @@ class _Startup:
         sharing: int,
         sizes: Sequence[Sizes],
         bound: Sequence[Sequence[int]],
+        start: str,
     ) -> tuple[_OpenTiers, str]:
         """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier.
-        ``sizes``, ``bound``: of every rank, and the processors that it may use. Returns the tiers, and what the other
-        ranks are told: why bases are not folded."""
+        ``sizes``, ``bound``: of every rank, and the processors that it may use. ``start``: as rank 0 names it.
+        Returns the tiers, and what the other ranks are told: why bases are not folded."""
         ranks, config, given = self.ranks, self.config, placed
         if placed.needs_peer:
             placed = beside_neighbour(placed, ranks.rank, [schema.read(RankEndpoint, each) for each in nodes])
         self.trained.prepare([tier.codec for tier in placed.tiers if tier.codec and agent is None])
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
-        self.held.process_lock = self.runtime.lock(lasting, ranks.rank)
+        self.held.process_lock = self.runtime.lock(lasting, ranks.rank, start)
         # A little less than the deadline, so that the error names the tier.
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers

@@ -1,9 +1,9 @@
 """The modes of a recorder, as tables: what may follow what. An event that a mode does not allow raises, and changes
 nothing.
 
-There are six, each a small machine, because each has its own reason to change: the record of the coming version, the
-chain of versions behind it, the next base, the way bases are copied, the room that the durable tier has for them, and
-the room that the first tier has for records.
+Each is a small machine, because each has its own reason to change: the record of the coming version, the chain of
+versions behind it, the next base, the way bases are copied, the room that the durable tier has for them, the room that
+the first tier has for records, and how far the other tiers may lag.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ one, which bounds the memory that they take, and by how much the host may run ah
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ from tiercheck.streams.state import RecordCapture
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["ON_THEIR_WAY_MAX", "ClosedRecord", "RecordCloser"]
+
+log = logging.getLogger(__name__)
 
 ON_THEIR_WAY_MAX = 2
 
@@ -124,5 +127,5 @@ class RecordCloser:
     async def _drop(reservation: Reservation) -> None:
         try:
             await reservation.drop()
-        except TierCheckError:
-            return  # only its memory is lost, until the tier is closed
+        except TierCheckError as error:
+            log.warning("memory of a record is lost until the first tier is closed: %s", error)

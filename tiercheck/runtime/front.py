@@ -45,6 +45,7 @@ def of_this_process() -> Runtime:
         environment=os.environ,
         token=lambda: secrets.token_hex(TOKEN_BYTES),
         lock=ProcessLock,
+        start=secrets.token_hex(TOKEN_BYTES),
         processors=bound_to(),
         quota=quota(),
     )

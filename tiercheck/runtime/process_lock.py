@@ -1,9 +1,10 @@
-"""One live process per tier and rank on a node: two jobs of one name never write to the same tier.
+"""One live process per tier and rank on a node, and one job per tier: two of one name never write to the same tier.
 
-It is a lock on a file. When the process that holds it ends, however it ends, the kernel releases the lock. The file
-lies in the node's shared memory. That is the same for all of its processes, whatever their ``TMPDIR``, and for
-containers that share a ``shm://`` tier. Across nodes the lineage record in the shared tier decides
-(:mod:`tiercheck.replication.objects.generation`).
+Each is a lock on a file. A rank's is its process's alone. That of the tier is shared by the processes of one start of
+the job, whose name is in the file: another start may have given the ranks of this node other numbers. When the process
+that holds a lock ends, however it ends, the kernel releases it. The file lies in the node's shared memory. That is the
+same for all of its processes, whatever their ``TMPDIR``, and for containers that share a ``shm://`` tier. Across nodes
+the lineage record in the shared tier decides (:mod:`tiercheck.replication.objects.generation`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -30,25 +32,31 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 DIRECTORIES = ("nvme", "lustre")
 """What is a directory, by either name."""
+START_NBYTES = 64
+"""More than a start's name has."""
 ANSWER_S = 5.0
 """For so long a file system is asked where a path leads."""
 
 
 class ProcessLock:
-    """Locks the given tiers (by URL) for one rank, until :meth:`release` or the end of the process.
+    """Locks the given tiers (by URL) for one rank, until :meth:`release` or the end of the process; with ``start``, for
+    the job that started under that name.
 
-    Errors: ``JobConflict``, which names the tier and the process that has locked it. Then nothing is locked.
+    Errors: ``JobConflict``, which names the tier and a process that has locked it. Then nothing is locked.
     """
 
-    def __init__(self, tiers: Iterable[str], rank: int) -> None:
+    def __init__(self, tiers: Iterable[str], rank: int, start: str = "") -> None:
         self._held: list[tuple[int, Path]] = []
-        """Open files, each locked, and where they lie."""
+        """Open files, each locked, and where they lie. Those of jobs may be locked by others, too."""
         _locks.add(self)
         try:
             directory = _directory()
             for url in tiers:
                 path = directory / _name(url, rank)
                 self._held.append((_locked(path, url, rank), path))
+                if start:
+                    path = directory / _name(url, "job")
+                    self._held.append((_shared(path, url, start), path))
         except OSError as error:
             self.release()
             raise ConfigurationError(
@@ -64,6 +72,7 @@ class ProcessLock:
         while self._held:
             descriptor, path = self._held.pop()
             with suppress(OSError):  # a file that stays is locked by nobody, and the next job of the name takes it
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process of the job has it
                 path.unlink()
             os.close(descriptor)
 
@@ -108,6 +117,37 @@ def _locked(path: Path, url: str, rank: int) -> int:
             return descriptor
 
 
+def _shared(path: Path, url: str, start: str) -> int:
+    """The descriptor of the file, which this process has locked together with others of its job. The first of them
+    writes the start's name into it. Errors: ``JobConflict``; ``OSError``."""
+    until = time.monotonic() + ANSWER_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _lies_at(descriptor, path):
+                    continue
+                os.pwrite(descriptor, f"{os.getpid():<31}\n{start}\n".encode(), 0)
+            except BlockingIOError:
+                pass  # some process has it
+            try:
+                # Another process may be the first one meanwhile: what the file says then is asked below.
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # it writes just now
+                if time.monotonic() > until:
+                    raise _other_start(url, _read(descriptor)) from None
+                time.sleep(0.01)
+                continue
+            if not _lies_at(descriptor, path):
+                continue
+            if os.pread(descriptor, START_NBYTES, 32).decode(errors="replace").strip() != start:
+                raise _other_start(url, _read(descriptor))
+            undo.pop_all()
+            return descriptor
+
+
 def _lies_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
@@ -127,11 +167,18 @@ def _conflict(url: str, rank: int, holder: str) -> JobConflict:
     )
 
 
+def _other_start(url: str, holder: str) -> JobConflict:
+    return JobConflict(
+        f"another job on this node (process {holder}, of other ranks) is using {url}; end it, or give this job a tier "
+        "of its own"
+    )
+
+
 def _read(descriptor: int) -> str:
     return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
-def _name(url: str, rank: int) -> str:
+def _name(url: str, rank: int | str) -> str:
     return hashlib.sha256(f"{_place(url)}\0{rank}".encode()).hexdigest()[:32]
 
 

@@ -83,8 +83,11 @@ class Runtime:
     """The variables that launchers and users set."""
     token: Callable[[], str]
     """Draws a text that no other generation has."""
-    lock: Callable[[Sequence[str], int], Lock]
-    """Locks tiers (by URL) for one rank, on this node. Errors: ``JobConflict``."""
+    lock: Callable[[Sequence[str], int, str], Lock]
+    """Locks tiers (by URL) for one rank of the job that started under this name, on this node. Errors: ``JobConflict``.
+    """
+    start: str = ""
+    """A name for this process's start that no other has."""
     processors: frozenset[int] = frozenset({0})
     """Those that this process is bound to."""
     quota: int | None = None

@@ -310,10 +310,14 @@ async def test_a_container_that_is_removed_is_no_empty_tier(azurite: Azurite) ->
         service.delete_container(container)
         with pytest.raises(NotFound):
             await driver.get("a")
+        with pytest.raises(TierError):
+            assert [info.key async for info in driver.list()] == []
         for nbytes in (1, 20 * MIB):
             with pytest.raises(TierError, match="removed while the tier was open") as caught:
                 await driver.put("a", [bytes(nbytes)])
             assert not isinstance(caught.value, NotFound)
+    with pytest.raises(TierError):
+        await abfs(azurite, container).open_to_read()
 
 
 async def test_what_an_object_store_turned_out_to_be(azurite: Azurite) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +144,46 @@ def test_a_file_system_that_does_not_answer_holds_up_no_job(
         lock.release()
     finally:
         leave.set()
+
+
+def test_another_start_is_refused_whatever_numbers_its_ranks_have(url: str) -> None:
+    """The first job has rank 1 on this node, and the second one rank 0."""
+    first = [ProcessLock([url], rank, "first") for rank in (1, 2)]
+    with pytest.raises(
+        JobConflict, match=rf"another job on this node \(process {os.getpid()}, of other ranks\).*{url}"
+    ):
+        ProcessLock([url], 0, "second")
+    assert holder_of(url, 0) is None, "nothing is locked"
+    first[0].release()
+    with pytest.raises(JobConflict):
+        ProcessLock([url], 0, "second")
+    ProcessLock([url], 3, "first").release()
+    first[1].release()
+    ProcessLock([url], 0, "second").release()
+    assert not list(process_lock._directory().glob(process_lock._name(url, "job"))), "nothing is left"
+
+
+def test_one_of_two_starts_at_a_time_gets_the_tier(url: str) -> None:
+    """Ranks of both, all at once and again and again: never two jobs, and never none."""
+    for _ in range(50):
+        ends: list[tuple[str, ProcessLock | JobConflict]] = []
+        ready = threading.Barrier(6)
+
+        def start(rank: int, name: str, ready: threading.Barrier = ready, ends: list[Any] = ends) -> None:
+            ready.wait()
+            try:
+                ends.append((name, ProcessLock([url], rank, name)))
+            except JobConflict as error:
+                ends.append((name, error))
+
+        threads = [threading.Thread(target=start, args=(n, ("first", "second")[n % 2])) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        got = [(name, each) for name, each in ends if isinstance(each, ProcessLock)]
+        assert len(ends) == 6
+        assert len({name for name, _ in got}) == 1
+        assert len(got) == 3
+        for _, lock in got:
+            lock.release()

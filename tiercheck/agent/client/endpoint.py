@@ -6,16 +6,18 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tiercheck import schema
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.policy.peers import RankLocation, peer_of
 
-__all__ = ["RankEndpoint", "beside_neighbour", "peer_address"]
+__all__ = ["RankEndpoint", "beside_neighbour", "peer_address", "this_machine"]
 
 log = logging.getLogger(__name__)
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 EVERY_INTERFACE = ("0.0.0.0", "::", "*")
 
 
@@ -27,7 +29,7 @@ class RankEndpoint:
     node: str
     domain: str
     host: str
-    """The machine's name: a loopback address means nothing on another one."""
+    """The machine, as :func:`this_machine` names it: a loopback address means nothing on another one."""
     endpoint: str
     """``HOST:PORT``, or the socket of an agent that serves its own machine alone: ``ipc:///PATH``."""
     server_key: str | None
@@ -36,11 +38,11 @@ class RankEndpoint:
     def of(cls, node: str, endpoint: str, server_key: str | None, environment: Mapping[str, str]) -> RankEndpoint:
         """This process's own. ``environment`` may hold ``TIERCHECK_FAILURE_DOMAIN`` (without it all nodes are in one),
         and ``TIERCHECK_HOST``, the name others reach this machine by if its agent listens on all interfaces."""
-        domain, host = environment.get("TIERCHECK_FAILURE_DOMAIN", ""), socket.gethostname()
+        domain = environment.get("TIERCHECK_FAILURE_DOMAIN", "")
         listens, _, port = endpoint.rpartition(":")
         if listens.strip("[]") in EVERY_INTERFACE:
-            endpoint = f"{environment.get('TIERCHECK_HOST') or host}:{port}"
-        return cls(node, domain, host, endpoint, server_key)
+            endpoint = f"{environment.get('TIERCHECK_HOST') or socket.gethostname()}:{port}"
+        return cls(node, domain, this_machine(), endpoint, server_key)
 
     @property
     def only_here(self) -> bool:
@@ -49,6 +51,15 @@ class RankEndpoint:
             return True
         host = self.endpoint.rpartition(":")[0].strip("[]")
         return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def this_machine() -> str:
+    """Its name, and what tells it from others of that name, such as containers that all are ``localhost``: its boot."""
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:
+        boot = "unknown boot"
+    return f"{socket.gethostname()} ({boot[:8]})"
 
 
 def beside_neighbour(hierarchy: Hierarchy, rank: int, ranks: Sequence[RankEndpoint]) -> Hierarchy:

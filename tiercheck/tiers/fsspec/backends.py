@@ -265,6 +265,15 @@ class ClosingBackend(Backend):
         if self.fs.info(container)["type"] != "directory":
             raise FileNotFoundError(f"there is no container or bucket {container!r}")
 
+    def _find(self, prefix: str) -> Iterator[tuple[str, Info]]:
+        """Errors: ``FileNotFoundError`` without a container: some clients list nothing then."""
+        empty = True
+        for found in super()._find(prefix):
+            empty = False
+            yield found
+        if empty:
+            self.prepare()
+
     def publish(self, key: str, parts: Parts, nbytes: int, ticket: Ticket) -> None:
         path = self.path_of(key)
         if nbytes <= self.part_bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tiercheck import schema
+from tiercheck.agent.client import endpoint as endpoints
 from tiercheck.agent.client.endpoint import RankEndpoint, beside_neighbour, peer_address
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
@@ -56,3 +59,18 @@ def test_one_agent_is_no_neighbour_of_itself() -> None:
         peer_address(0, ranks)
     elsewhere = [rank_on("0", endpoint="10.0.0.1:7"), rank_on("1", "beta", "10.0.0.2:7")]
     assert peer_address(0, elsewhere) == ("10.0.0.2:7", None)
+
+
+def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Containers that all are ``localhost``: what one holds is no other's, and no loopback leads there."""
+    found = []
+    for boot in ("11111111-aaaa", "22222222-bbbb"):
+        (tmp_path / boot).write_text(f"{boot}\n")
+        monkeypatch.setattr(endpoints, "BOOT", tmp_path / boot)
+        monkeypatch.setattr(endpoints.socket, "gethostname", lambda: "localhost")
+        found.append(RankEndpoint.of(f"localhost/{len(found)}", "127.0.0.1:7", None, {}))
+    assert [each.host for each in found] == ["localhost (11111111)", "localhost (22222222)"]
+    with pytest.raises(ConfigurationError, match=r"rank 1 on localhost \(22222222\).*cannot reach"):
+        peer_address(0, found)
+    served = RankEndpoint.of("localhost/0", "0.0.0.0:7", None, {})
+    assert served.endpoint == "localhost:7"
