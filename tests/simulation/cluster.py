@@ -164,12 +164,7 @@ class Cluster(Surveys):
             if isinstance(key, ShardKey) and key.stream is Stream.BASE and key.rank == index
         ]
         gone = self.retention.reclaimable(self.observe(index), (0,))[0]
-        assert len([key for key in staying if key not in gone]) <= self.bases_max, "more bases than admission counted"
-
-    @property
-    def bases_max(self) -> int:
-        """What admission counts for a rank (:mod:`tiercheck.policy.first_tier`)."""
-        return BASES_MAX + (not self.shared and not self.folds)
+        assert len([key for key in staying if key not in gone]) <= BASES_MAX, "more bases than admission counted"
 
     def constants(self, index: int) -> tuple[int, ...]:
         """What the rank's next base refers to: now and then to new ones, or to none, since all has changed."""

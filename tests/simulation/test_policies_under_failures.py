@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import BASES_MAX, Cluster
 from tests.simulation.seeds import play_each
 from tests.simulation.surveys import shards
 from tests.simulation.tiers import Tier
@@ -212,8 +212,8 @@ def crash_again_and_again(cluster: Cluster) -> None:
         for node in cluster.nodes:
             for held in (node.memory, node.kept):
                 owners = [key.rank for key in shards(held) if key.stream is Stream.BASE]
-                assert all(owners.count(rank) <= cluster.bases_max for rank in owners), f"{len(owners)} bases in one memory"
-                assert len(shards(held)) <= (2 * cluster.base_every + cluster.bases_max) * 2 * cluster.per_node
+                assert all(owners.count(rank) <= BASES_MAX for rank in owners), f"{len(owners)} bases in one memory"
+                assert len(shards(held)) <= (2 * cluster.base_every + BASES_MAX) * 2 * cluster.per_node
     cluster.outage = False
     assert cluster.trained_to >= trained or cluster.moves
     converge_whole(cluster)

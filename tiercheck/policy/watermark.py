@@ -133,12 +133,12 @@ class Retention:
         return [*refused, *self.placement.refusals(seen)]
 
     def has_room(self, seen: Observation, reclaimable: Sequence[Key] | None = None) -> bool:
-        """Whether the first tier may take another base: no more than two of its bases must stay, and a third one if
-        that leads to the mark. ``reclaimable``: what may go from it, if that is known."""
+        """Whether the first tier may take another base: no more than two of its bases must stay, and if it is short of
+        room a third one, which leads to the mark. ``reclaimable``: what may go from it, if that is known."""
         gone = self.reclaimable(seen, (0,))[0] if reclaimable is None else reclaimable
         bases = seen.contents[0].bases(seen.rank)
         staying = [base for base in bases if base not in gone and base.generation not in seen.lineage.kept]
-        to_mark = not seen.durable.shared and self.placement.fold_every == 0
+        to_mark = not seen.durable.shared and self.placement.fold_every == 0 and 0 in seen.short_of_room
         return len(staying) <= BASES_IN_VOLATILE_TIERS + to_mark
 
     def _volatile(self, seen: Observation, role: Role, mark: CommitKey | None) -> list[Key]:
@@ -189,8 +189,9 @@ class Retention:
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
-        """``way``: this rank's way to the mark. It stays, and everything newer but for bases in between: the ranks move
-        the mark when a base is due, and there may be any number that are needed until then."""
+        """``way``: this rank's way to the mark. It stays, and everything newer. In a tier that is short of room, bases
+        between it and the newest two go: the ranks move the mark when a base is due, and there may be any number that
+        are needed until then."""
         superseded = self._superseded(seen, seen.contents[role.index])
         if way is None:
             return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
@@ -202,11 +203,9 @@ class Retention:
         newest = [(base.generation, base.first) for base in bases]
         oldest = min([(way.generation, way.anchor), *newest])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
-        older += [
-            base
-            for base in seen.contents[role.index].bases(seen.rank)
-            if newest and oldest < (base.generation, base.first) < newest[0]
-        ]
+        if newest and role.index in seen.short_of_room:
+            held = seen.contents[role.index].bases(seen.rank)
+            older += [base for base in held if oldest < (base.generation, base.first) < newest[0]]
         if folded:
             waiting = self._waiting_base(seen, role)
             older = [key for key in older if key.stream is Stream.BASE or self._has_gone_on(seen, key, role)]

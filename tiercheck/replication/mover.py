@@ -361,6 +361,8 @@ class Mover:
 
     async def agree(self, mark: int) -> None:
         """As of :class:`MoverHandle`."""
+        if mark != self._observer.mark:
+            self._observer.pressed = False
         self._observer.mark = mark
         await self._observer.refresh_nearby()
         self._seen()
@@ -373,8 +375,11 @@ class Mover:
         durable = self._hierarchy.tiers[self._observer.seen().durable.index]
 
         def has_room() -> bool:
-            self._seen()
+            seen = self._seen()
             self._note()
+            if not (self.status.has_room or due or seen.durable.shared) and self._placement.undrained(seen) == 0:
+                self._observer.pressed = True
+                self._note()
             awaited = False
             if patiently and self._folding is not None:
                 early = asyncio.get_running_loop().time() < asked_at + deadline_s / 2

@@ -121,6 +121,8 @@ class Observer:
         self._seen_state: object = None
         self._seen: Observation | None = None
         self.mark: int | None = None
+        self.pressed = False
+        """A base is needed, and the first tier has no room for it before the ranks agree on a newer mark."""
         self.differing: int | None = None
         """As of :class:`~tiercheck.policy.observation.Observation`."""
 
@@ -155,7 +157,8 @@ class Observer:
 
     @property
     def _short_of_room(self) -> frozenset[int]:
-        return frozenset(tier.index for tier, _ in self._pairs() if self._attempts.was_full(tier))
+        full = {tier.index for tier, _ in self._pairs() if self._attempts.was_full(tier)}
+        return frozenset(full | {0} if self.pressed else full)
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
