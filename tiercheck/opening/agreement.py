@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 RANKS_NAMED_MAX = 8
 TOLD_S = 2.0
 """What a wait may take beyond its deadline, whose error says more."""
+PAUSE_MAX = 32
+"""The most versions between two looks for a mark that does not move."""
 AGAIN_S = 0.2
 """How long the ranks wait before they look again whether their bases have arrived."""
 
@@ -130,6 +132,9 @@ class Agreement:
     """The version that the ranks have agreed on last."""
     _before: int = NO_MARK
     """The mark when the last base was due."""
+    _next_look: int = 0
+    _pause: int = 1
+    """Versions between two looks."""
 
     @staticmethod
     def needed(hierarchy: OpenHierarchy, group: AsyncGroup) -> bool:
@@ -146,7 +151,7 @@ class Agreement:
         """
         what = f"agreeing on what is whole before base {version}"
         until = self.scheduler.time() + self.deadline_s
-        self._before = self.mark
+        self._before, self._pause, self._next_look = self.mark, 1, version + 1
         while True:
             answers = await self._ask(what, until)
             reaches = [answer.reach for answer in answers]
@@ -164,13 +169,14 @@ class Agreement:
 
     async def advance(self, version: int) -> None:
         """The version is whole on every rank, and no base is due. As long as there is no mark, or it has not moved when
-        the last base was due, the ranks look after each version whether there is a newer one: until then a rank that
-        needs bases in between may have to keep too many.
+        the last base was due, the ranks look now and then whether there is a newer one: until then a rank that needs
+        bases in between keeps more than it would have to, and a failure costs more.
 
         Errors: as :meth:`settle`.
         """
-        if self.mark != self._before:
+        if self.mark != self._before or version < self._next_look:
             return
+        self._next_look, self._pause = version + self._pause, min(2 * self._pause, PAUSE_MAX)
         what, until = f"agreeing on what is whole at version {version}", self.scheduler.time() + self.deadline_s
         mark = agreed([answer.reach for answer in await self._ask(what, until)])
         if mark != self.mark:

@@ -194,7 +194,12 @@ class Retention:
         are needed until then."""
         superseded = self._superseded(seen, seen.contents[role.index])
         if way is None:
-            return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
+            if seen.mark != NO_MARK and seen.world_size > 1:
+                return []
+            # Until there is a mark, the base that the generation opened with stands for the way to it.
+            own = [base for base in seen.contents[role.index].bases(seen.rank) if base.generation == seen.generation]
+            between = own[1:-BASES_IN_VOLATILE_TIERS] if role.index in seen.short_of_room else []
+            return [*superseded, *between]
         # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
         bases = _newest_bases(seen, seen.contents[role.index])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
 
 from tiercheck.keys import CommitKey, Key, ShardKey
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import Committed, EveryNth, Keep, KeepLast, RetentionPolicy
+from tiercheck.policy.recovery.agreement import NO_MARK
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
@@ -117,3 +121,34 @@ def test_memory_waits_for_no_tier_with_what_leads_nowhere_there() -> None:
     assert placement.reached(view)["peer"] == 24, "what is told is what is there"
     unseen = seen(memory, [], role=neighbour, short=frozenset())
     assert placement.lacking(unseen, batch(25, 25), view.roles[1]), "nobody knows what it has"
+
+
+# Without a shared tier
+
+
+def unshared(memory: Sequence[Key], mark: int, *, short: bool) -> Observation:
+    contents = (Contents.of((key, 100) for key in memory),) * 2
+    roles = (Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE))
+    full = frozenset({0}) if short else frozenset()
+    return Observation(roles, contents, 0, 2, 1, Lineage(((1, None),)), mark, short_of_room=full)
+
+
+@pytest.mark.parametrize(("mark", "records_to_it"), [(NO_MARK, []), (3, records(1, 3))])
+def test_bases_between_the_mark_and_the_newest_two_go_when_there_is_no_room(
+    mark: int, records_to_it: list[ShardKey]
+) -> None:
+    """They were needed: the ranks agree on a mark when one is due."""
+    retention = Retention(placement=Placement(5, interval=50))
+    memory = [*map(base, (0, 10, 20, 30, 40)), *records_to_it]
+    at_ease, pressed = (unshared(memory, mark, short=short) for short in (False, True))
+    assert retention.reclaimable(at_ease)[0] == []
+    assert retention.reclaimable(pressed)[0] == [base(10), base(20)]
+    assert not retention.has_room(at_ease)
+    assert retention.has_room(pressed), "three stay, and the next one may come"
+    assert not retention.has_room(unshared([base(0), base(10), base(20)], mark, short=False))
+
+
+def test_before_a_mover_is_told_of_a_mark_nothing_goes() -> None:
+    retention = Retention(placement=Placement(5, interval=50))
+    seen = replace(unshared([*map(base, (0, 10, 20, 30, 40))], NO_MARK, short=True), mark=None)
+    assert retention.reclaimable(seen)[0] == []
