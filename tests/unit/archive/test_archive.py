@@ -213,22 +213,22 @@ def test_a_mount_that_hangs_is_told_of_and_the_others_are_shown(
     hung: Callable[[str], None], left: Left, finished: Left
 ) -> None:
     hung("prepare_to_read")
-    with tiercheck.open(left.url, finished.url, deadline_s=0.5) as archive:
+    with tiercheck.open(left.url, finished.url, deadline_s=2) as archive:
         away, shown = archive.inventory.tiers
         assert away.away is not None
-        assert "could not be opened within 0.5 s" in away.away
+        assert "could not be opened within 2 s" in away.away
         assert (shown.away, archive.versions[-1][1]) == (None, LAST)
-    with pytest.raises(Transient, match=r"could not be opened within 0\.5 s.*" + str(left.root)):
-        tiercheck.open(left.url, deadline_s=0.5)
+    with pytest.raises(Transient, match=r"could not be opened within 2 s.*" + str(left.root)):
+        tiercheck.open(left.url, deadline_s=2)
 
 
 def test_a_mount_that_hangs_while_it_is_verified_is_waited_for_once(hung: Callable[[str], None], left: Left) -> None:
-    with tiercheck.open(left.url, deadline_s=0.5) as archive:
+    with tiercheck.open(left.url, deadline_s=2) as archive:
         hung("open_object")
         found = archive.verify()
         assert {each.unread for each in found.damaged} == {True}
         assert len(found.damaged) == found.objects > 8
-        assert "the tier did not answer within 0.5" in found.damaged[0].reason
+        assert "the tier did not answer within 2" in found.damaged[0].reason
         assert not found.healthy
 
 

@@ -283,7 +283,7 @@ def test_training_waits_by_name_before_memory_grows(tmp_path: Path) -> None:
     sizes: list[int] = []
     for size in (1 << 30, 0):
         first = f"memory://waits-{tmp_path.name}-{size}?size={size or sizes[0]}"
-        checkpointer = training.attach(Hierarchy.of(first, durable), base_every=6, batch=2, deadline_s=0.5)
+        checkpointer = training.attach(Hierarchy.of(first, durable), base_every=6, batch=2, deadline_s=3.0)
         if size:
             stream = checkpointer._job.recorder._stream
             held = Sizes(stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max)

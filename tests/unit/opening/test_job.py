@@ -74,13 +74,13 @@ async def test_what_fails_in_being_given_back_keeps_nothing_else(
 def test_a_copy_that_does_not_end_ends_neither_the_process_nor_the_wait(caplog: pytest.LogCaptureFixture) -> None:
     """Its memory stays, and whoever attaches next finds nothing that is locked."""
     training, tier, stuck = Training(), memory(), threading.Event()
-    checkpointer = training.attach(Hierarchy.of(tier), deadline_s=0.5)
+    checkpointer = training.attach(Hierarchy.of(tier), deadline_s=2.0)
     job: Any = checkpointer._job
     training.step(1)
     job.recorder._bases._copier._newest.published = job.ranks.scheduler.beside(lambda: stuck.wait(60))
     try:
         checkpointer.abort()
-        assert "base 0 is still copied, after 0.5 s more" in caplog.text
+        assert "base 0 is still copied, after 2 s more" in caplog.text
         assert "the tiers stay open until this process ends" in caplog.text
     finally:
         stuck.set()

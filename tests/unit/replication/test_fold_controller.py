@@ -219,7 +219,7 @@ def test_no_more_bases_are_folded_than_memory_has_room_for(tmp_path: Path) -> No
     name = f"folding-{uuid.uuid4().hex}"
     training = Training()
     last = Tier(durable(tmp_path), wrap=lambda driver: Failing(driver, is_away))
-    checkpointer = attached(training, f"memory://{name}", last, deadline_s=0.2, on_save_error="warn")
+    checkpointer = attached(training, f"memory://{name}", last, deadline_s=1.0, on_save_error="warn")
     training.step(1)
     away.set()
     for version in range(2, 40):

@@ -352,7 +352,7 @@ def test_a_tier_that_is_away_is_told_with_what_was_found_in_the_others(job: Job)
     def trouble(rank: int, call: Call) -> Exception | None:
         return Unauthorized("403") if call.operation is Operation.LIST else None
 
-    for outcome in parts(job, 2, FAILED_AT, trouble=trouble, deadline_s=0.5):
+    for outcome in parts(job, 2, FAILED_AT, trouble=trouble, deadline_s=3.0):
         assert isinstance(outcome, RecoveryError)
         assert "403" in str(outcome)
         assert "in the others up to version 7 was found, saved by 3 ranks under another layout" in str(outcome)
