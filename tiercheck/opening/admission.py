@@ -178,6 +178,7 @@ def demand_of(
     *,
     fold_every: int = 0,
     each_commits: bool = True,
+    agrees: bool = False,
     ranks: int = 1,
     limit_bytes: int | None = None,
 ) -> Demand:
@@ -189,6 +190,7 @@ def demand_of(
         batch=min(config.batch, config.base_every),
         fold_every=fold_every,
         each_commits=each_commits,
+        agrees=agrees,
         room_nbytes=None if limit_bytes is None else limit_bytes // ranks,
     )
     return Demand(held, ranks, stream.trained_parameters)

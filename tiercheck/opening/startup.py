@@ -366,14 +366,16 @@ class _Startup:
         shown = opens_elsewhere(tiers.first.capabilities.survives, wrapped=wrapped)
         apart = agent is not None or (shown and self.fold_process is not None)
         folds, not_folded = self.folding(agent, bound, apart=apart)
+        agrees = Agreement.needed(tiers, ranks.group)
         if folds is not None:
-            policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
+            policies = policies.folding(agrees=agrees)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         demand = demand_of(
             state.stream,
             config,
             fold_every=policies.fold_every,
             each_commits=policies.each_commits(tiers),
+            agrees=agrees,
             ranks=sharing,
             limit_bytes=usage.limit_bytes,
         )

@@ -3,9 +3,9 @@
 A base stays until the next one is whole and no rank needs the one before (:mod:`tiercheck.policy.watermark`). So there
 are two while one is being made, and a third one when a restart adds its opening base, or while a base takes longer on
 its way to the durable tier than the next ones take to come. If no tier that all ranks share commits bases, three are
-usual: two are kept here. There may be four then, since the one that leads to the ranks' mark stays too, and a rank that
-needs bases before the next one is due cannot move the mark. Differentials stay until a base after them is there, and
-every other tier that is to hold them has them.
+usual: two are kept here. If several ranks agree on a mark instead, there may be four: the one that leads to the mark
+stays too, and a rank that needs bases before the next one is due cannot move it. Differentials stay until a base after
+them is there, and every other tier that is to hold them has them.
 
 In bytes a trained parameter, with Adam in fp32 (12 a base), folded every 5 versions, in batches of 5::
 
@@ -122,19 +122,27 @@ class Holding:
 
 
 def holding(
-    sizes: Sizes, *, interval: int, batch: int, fold_every: int, each_commits: bool, room_nbytes: int | None = None
+    sizes: Sizes,
+    *,
+    interval: int,
+    batch: int,
+    fold_every: int,
+    each_commits: bool,
+    agrees: bool = False,
+    room_nbytes: int | None = None,
 ) -> Holding:
     """What a rank holds if its share of the tier is ``room_nbytes``; ``None``: nobody knows.
 
     ``each_commits``: each base that is due is to be committed in a tier that all ranks share. Else a base does not make
-    the one before superfluous. If even the least does not fit, :attr:`Holding.nbytes_least` is more than the room.
+    the one before superfluous. ``agrees``: there is no such tier, and the ranks agree on a mark instead. If even the
+    least does not fit, :attr:`Holding.nbytes_least` is more than the room.
     """
     records_lagging = BASES_MAX * interval + max(2, batch)
     if sizes.supersedes:
         records = 2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1
         return Holding(sizes, 0, records, records)
     if not (fold_every or each_commits):
-        return Holding(sizes, 0, records_lagging, records_lagging, bases_usual=BASES_MAX, bases_max=BASES_MAX + 1)
+        return Holding(sizes, 0, records_lagging, records_lagging, bases_usual=BASES_MAX, bases_max=BASES_MAX + agrees)
     every = fold_every
     while True:
         apart = every or interval

@@ -141,9 +141,16 @@ def test_a_refusal_names_only_what_lets_the_job_fit() -> None:
 
 
 def test_fewer_differentials_fit_if_no_base_is_committed() -> None:
-    """Then they stay for as long as there are three bases, and there may be one base more."""
-    said = refusal(sizes=replace(SIZES, base_nbytes=80), each_commits=False, batch=1, base_every=9)
+    """Then they stay for as long as there are three bases."""
+    said = refusal(each_commits=False, batch=1, base_every=9)
     assert said.startswith("give it more (size=), or lower base_every (now 9; 2 would fit)")
+
+
+def test_ranks_that_agree_on_a_mark_may_hold_one_base_more() -> None:
+    told = {"interval": 9, "batch": 1, "fold_every": 0, "each_commits": False}
+    alone, agreeing = (holding(SIZES, agrees=agrees, **told) for agrees in (False, True))
+    assert (alone.bases_max, agreeing.bases_max) == (BASES_MAX, BASES_MAX + 1)
+    assert agreeing.nbytes_least - alone.nbytes_least == SIZES.base_nbytes
 
 
 def test_snapshots_need_as_much_room_at_any_interval_and_are_not_folded() -> None:
