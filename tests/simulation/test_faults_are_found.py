@@ -148,14 +148,14 @@ def test_a_start_leaves_the_memory_of_ranks_that_moved_away(monkeypatch: Patch, 
 
 def test_movers_leave_the_memory_of_ranks_that_moved_away(monkeypatch: Patch) -> None:
     """What a start could not delete."""
-    monkeypatch.setattr(watermark, "_left_behind", lambda seen, role: [])
+    monkeypatch.setattr(watermark, "left_behind", lambda seen, role: [])
     assert "other ranks' objects are gone" in finds("several ranks a node", seeds=[42])
 
 
 def test_nobody_frees_the_memory_of_ranks_that_moved_away(monkeypatch: Patch) -> None:
     """Neither at a start nor later, in neither memory."""
     only_own(monkeypatch)
-    monkeypatch.setattr(watermark, "_left_behind", lambda seen, role: [])
+    monkeypatch.setattr(watermark, "left_behind", lambda seen, role: [])
     monkeypatch.setattr(Cluster, "check_freed", lambda self: None)
     assert "other ranks' objects are gone" in finds("ranks on other nodes")
 

@@ -12,7 +12,7 @@ from tests.simulation.seeds import play_each
 from tests.simulation.surveys import shards
 from tests.simulation.tiers import Tier
 from tiercheck.keys import LineageKey, ShardKey, Stream
-from tiercheck.policy.watermark import LINEAGE_RECORDS_KEPT
+from tiercheck.policy.left_behind import LINEAGE_RECORDS_KEPT
 
 SEEDS = (2, 5, 7, 8, 9, 10, 15)
 """Which jobs they stand for, is held by ``test_the_seeds_stand_for_every_kind_of_job``."""

@@ -65,6 +65,7 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
     record = job.gradient_nbytes * job.parameters
     sizes = Sizes(BASE_NBYTES * job.parameters, record, record)
     commits = any(role.survives >= Survives.RACK for role in roles)
+    agrees = not commits and job.ranks * job.nodes > 1
     batch = min(config.batch, job.base_every)
     limit = found[0].usage.limit_bytes if found[0].usage else None
     first = holding(
@@ -73,6 +74,7 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
         batch=batch,
         fold_every=min(FOLD_EVERY, job.base_every) if commits and not why_captured(job, found) else 0,
         each_commits=commits,
+        agrees=agrees,
         room_nbytes=None if limit is None else limit // job.ranks,
     )
     rooms = [first_room(roles[0], found[0].url, first, job.ranks, job.parameters, limit)]
@@ -85,6 +87,7 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
             interval=job.base_every,
             batch=batch,
             each_commits=commits,
+            agrees=agrees,
         )
         ranks = job.ranks * (job.nodes if role.shared else 1)
         limit = each.usage.limit_bytes if each.usage else None

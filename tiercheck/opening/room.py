@@ -72,8 +72,11 @@ async def tier_rooms(
     policies: JobPolicies,
     sizes: Sequence[Sizes],
     first_limit: int | None,
+    *,
+    agrees: bool,
 ) -> list[TierRoom]:
-    """The first tier and those behind it, in order. ``sizes``: of every rank of the job. If all ranks share a tier,
+    """The first tier and those behind it, in order. ``sizes``: of every rank of the job. ``agrees``: as of
+    :func:`~tiercheck.policy.first_tier.holding`. If all ranks share a tier,
     rank 0 alone asks what it has room for."""
     first, sizes_here = tiers.first, [demand.holding.sizes] * demand.ranks
     found = [first_room(first.role, first.driver.url, demand.holding, demand.ranks, demand.parameters, first_limit)]
@@ -86,6 +89,7 @@ async def tier_rooms(
             interval=policies.cadence.interval,
             batch=policies.batch,
             each_commits=policies.each_commits(tiers),
+            agrees=agrees,
             encodes=bool(tier.codec),
         )
         shared = tier.role.shared

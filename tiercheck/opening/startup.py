@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, beside_neighbour
@@ -45,6 +45,7 @@ from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.opening.restoring import kept_by, take_over
 from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms, too_little_room
+from tiercheck.opening.told import Told
 from tiercheck.policy.first_tier import Sizes
 from tiercheck.policy.neighbours import Method
 from tiercheck.policy.policies import Policies
@@ -74,9 +75,6 @@ log = logging.getLogger(__name__)
 
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
-
-_Told: TypeAlias = tuple[str, str, Mapping[str, str], tuple[int, ...], list[int], str, StageTold | None]
-"""What a rank tells the others: see :meth:`_Startup.look`."""
 
 
 async def open_job(
@@ -190,19 +188,19 @@ class _Startup:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
         settings = settings_alike(config, hierarchy)
-        state, told = await ranks.exchange("looking at what is to be saved", lambda: self.look(settings))
-        refuse_different([asked for _, asked, *_ in told], [each for _, _, each, *_ in told])
-        if stages := [each for *_, each in told if each is not None]:
+        state, answers = await ranks.exchange("looking at what is to be saved", lambda: self.look(settings))
+        told = [Told(*each) for each in answers]
+        refuse_different([each.asked for each in told], [each.settings for each in told])
+        if stages := [each.stage for each in told if each.stage is not None]:
             check_pipeline(stages)
             self.tell_of_stages(stages)
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, *_ in told).encode()))
-        sizes = [Sizes(*each) for _, _, _, each, *_ in told]
-        bound = [each for _, _, _, _, each, *_ in told]
-        _, _, _, _, _, start, _ = told[0]
+        layout = Layout(ranks.world_size, checksum_of("\n".join(each.layout for each in told).encode()))
+        sizes, bound = [Sizes(*each.sizes) for each in told], [each.processors for each in told]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
         opened, reasons = await ranks.exchange(
-            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes, bound, start)
+            "opening the tiers",
+            lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes, bound, told[0].start),
         )
         tell_folding(ranks.rank, reasons)
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
@@ -268,10 +266,9 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self, settings: Mapping[str, str]) -> tuple[_State, _Told]:
-        """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
-        this one holds, what it asks for, the settings that all must have, the sizes, which processors it is bound to,
-        its start's name, and, if a lost one is to be made anew, which stage it is."""
+    async def look(self, settings: Mapping[str, str]) -> tuple[_State, tuple[Any, ...]]:
+        """All that may refuse without a tier: the codec, and the state's being storable. And what the other ranks are
+        told (:class:`Told`)."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
@@ -281,8 +278,8 @@ class _Startup:
             stage = stage_told(stage_state(self.trained.stage()).place)
             asked = " and ".join(filter(None, (asked, f"on_lost_stage={self.on_lost_stage}")))
         sizes, processors = astuple(sizes_of(stream)), sorted(self.runtime.processors)
-        told = (self.trained.layout(), asked, settings, sizes, processors, self.runtime.start, stage)
-        return _State(stream, given), told
+        told = Told(self.trained.layout(), asked, settings, sizes, processors, self.runtime.start, stage)
+        return _State(stream, given), tuple(told)
 
     def tell_of_stages(self, stages: Sequence[StageTold]) -> None:
         averages = self.on_lost_stage is not None and Method.AVERAGE in self.on_lost_stage.methods
@@ -388,7 +385,7 @@ class _Startup:
                 tier=tiers.first.driver.url,
                 foldable=lambda: folds is None and foldable(self.trained),
             )
-        rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
+        rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes, agrees=agrees)
         opened = _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
         return opened, not_folded
 

@@ -284,6 +284,9 @@ class Observation:
     """The newest version whose folded base differed from what training had: bases after it are captured."""
     short_of_room: frozenset[int] = frozenset()
     """The tiers, by index, that have refused something of this rank's for want of room, once or more."""
+    under_pressure: bool = False
+    """This rank needs a base that is not due, and the first tier has no room for it before the ranks agree on a newer
+    mark."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from tiercheck.keys import Stream
 from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
 from tiercheck.policy.compose.retention import AnyKeep, KeepLast, RetentionPolicy
-from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, CONSTANTS_MAX, RECORDS_BESIDE, Sizes, holding
+from tiercheck.policy.first_tier import BASES_USUAL, CONSTANTS_MAX, RECORDS_BESIDE, Sizes, holding
 from tiercheck.policy.guard import ask_placement
 from tiercheck.policy.observation import Role
 
@@ -62,18 +62,19 @@ def tier_need(
     interval: int,
     batch: int,
     each_commits: bool,
+    agrees: bool = False,
     encodes: bool = False,
 ) -> TierNeed:
-    """What one rank needs in a tier of this role. ``each_commits``: see :func:`~tiercheck.policy.first_tier.holding`.
-    ``encodes``: the tier has a codec of its own. Then the size of its records is not known beforehand, and the least
-    counts bases only."""
+    """What one rank needs in a tier of this role. ``each_commits``, ``agrees``: see
+    :func:`~tiercheck.policy.first_tier.holding`. ``encodes``: the tier has a codec of its own. Then the size of its
+    records is not known beforehand, and the least counts bases only."""
     if role.shared:
         kept, ahead = kept_last(retaining), 2 if sizes.supersedes else RECORDS_BESIDE + batch
         spans = 0 if sizes.supersedes else interval
         least, usual = ObjectCounts(2, spans + ahead), ObjectCounts(kept + 1, kept * spans + ahead)
     else:
-        held = holding(sizes, interval=interval, batch=batch, fold_every=0, each_commits=each_commits)
-        least, usual = ObjectCounts(BASES_MAX, held.records_usual), ObjectCounts(BASES_USUAL, held.records_usual)
+        held = holding(sizes, interval=interval, batch=batch, fold_every=0, each_commits=each_commits, agrees=agrees)
+        least, usual = ObjectCounts(held.bases_max, held.records_usual), ObjectCounts(BASES_USUAL, held.records_usual)
     stream = Stream.SNAPSHOT if sizes.supersedes else Stream.DIFFERENTIAL
     if not ask_placement(placing, Candidate(role.name, role.survives, stream, 1, 1, 0))[0]:
         return TierNeed(ObjectCounts(least.bases, 0), ObjectCounts(usual.bases, 0))

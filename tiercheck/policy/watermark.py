@@ -19,12 +19,13 @@ The watermark is the newest base committed in the tier that survives most. It ma
   alone, until a start says that it may go from the others;
 - in a shared tier that is short of room (:attr:`~tiercheck.policy.observation.Observation.short_of_room`):
   differentials before the newest committed base that lead nowhere, or further than placement sends there;
-- constants that no base refers to any more, and none will (:func:`_unreferred`). Those in a tier inside a node go also
-  when only bases of shared tiers do that have them;
+- constants that no base refers to any more, and none will (:func:`~tiercheck.policy.left_behind.unreferred`). Those in
+  a tier inside a node go also when only bases of shared tiers do that have them;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
-its own way to the mark, and everything newer, in every tier.
+its own way to the mark, and everything newer, in every tier. If it needs bases before the next one is due, and there
+is no room for another, those between its way and the newest two go.
 
 A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart. So a
 volatile tier keeps the newest two snapshots, and the newest two of every Nth version, which a shared tier is given. A
@@ -44,6 +45,7 @@ from tiercheck.policy.attempts import left_by_attempts
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.guard import Refusal, ask_retention
+from tiercheck.policy.left_behind import left_behind, markers_done, records_passed, unreferred
 from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement, Transfer, own_bases, own_differentials
@@ -53,7 +55,6 @@ from tiercheck.policy.recovery.relayout import left_to
 
 __all__ = [
     "BASES_IN_VOLATILE_TIERS",
-    "LINEAGE_RECORDS_KEPT",
     "SNAPSHOTS_IN_VOLATILE_TIERS",
     "Retention",
     "is_settled",
@@ -62,8 +63,6 @@ __all__ = [
 
 BASES_IN_VOLATILE_TIERS = 2
 SNAPSHOTS_IN_VOLATILE_TIERS = 2
-LINEAGE_RECORDS_KEPT = 3
-"""The newest one tells of those before; the others are for the case that it is damaged."""
 
 
 def is_settled(seen: Observation) -> bool:
@@ -97,7 +96,7 @@ class Retention:
         for role in seen.roles:
             if tiers is not None and role.index not in tiers:
                 continue
-            records = _records_passed(seen, role) if settled else []
+            records = records_passed(seen, role) if settled else []
             if role.shared:
                 shared = [key for key in self._shared(seen, role) if not _is_kept(seen, key)]
                 gone[role.index] = [*shared, *(records if seen.rank == COORDINATOR else ())]
@@ -105,8 +104,8 @@ class Retention:
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
             if role.index == 0:
                 own += self._without_constants(seen, role, own)
-            left = _left_behind(seen, role) if settled else []
-            gone[role.index] = [*own, *_unreferred(seen, role), *left, *records]
+            left = left_behind(seen, role) if settled else []
+            gone[role.index] = [*own, *unreferred(seen, role), *left, *records]
         if seen.rank == COORDINATOR and 0 in gone:
             gone[0] += self._reports_done(seen)
         return gone
@@ -133,12 +132,12 @@ class Retention:
         return [*refused, *self.placement.refusals(seen)]
 
     def has_room(self, seen: Observation, reclaimable: Sequence[Key] | None = None) -> bool:
-        """Whether the first tier may take another base: no more than two of its bases must stay, and if it is short of
-        room a third one, which leads to the mark. ``reclaimable``: what may go from it, if that is known."""
+        """Whether the first tier may take another base: no more than two of its bases must stay, and under pressure a
+        third one, which leads to the mark. ``reclaimable``: what may go from it, if that is known."""
         gone = self.reclaimable(seen, (0,))[0] if reclaimable is None else reclaimable
         bases = seen.contents[0].bases(seen.rank)
         staying = [base for base in bases if base not in gone and base.generation not in seen.lineage.kept]
-        to_mark = not seen.durable.shared and self.placement.fold_every == 0 and 0 in seen.short_of_room
+        to_mark = seen.under_pressure and self.placement.fold_every == 0
         return len(staying) <= BASES_IN_VOLATILE_TIERS + to_mark
 
     def _volatile(self, seen: Observation, role: Role, mark: CommitKey | None) -> list[Key]:
@@ -189,16 +188,16 @@ class Retention:
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
-        """``way``: this rank's way to the mark. It stays, and everything newer. In a tier that is short of room, bases
-        between it and the newest two go: the ranks move the mark when a base is due, and there may be any number that
-        are needed until then."""
+        """``way``: this rank's way to the mark. It stays, and everything newer. Under pressure, bases between it and
+        the newest two go: the ranks move the mark when a base is due, and there may be any number that are needed until
+        then."""
         superseded = self._superseded(seen, seen.contents[role.index])
         if way is None:
             if seen.mark != NO_MARK and seen.world_size > 1:
                 return []
             # Until there is a mark, the base that the generation opened with stands for the way to it.
             own = [base for base in seen.contents[role.index].bases(seen.rank) if base.generation == seen.generation]
-            between = own[1:-BASES_IN_VOLATILE_TIERS] if role.index in seen.short_of_room else []
+            between = own[1:-BASES_IN_VOLATILE_TIERS] if seen.under_pressure else []
             return [*superseded, *between]
         # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
@@ -208,7 +207,7 @@ class Retention:
         newest = [(base.generation, base.first) for base in bases]
         oldest = min([(way.generation, way.anchor), *newest])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
-        if newest and role.index in seen.short_of_room:
+        if newest and seen.under_pressure:
             held = seen.contents[role.index].bases(seen.rank)
             older += [base for base in held if oldest < (base.generation, base.first) < newest[0]]
         if folded:
@@ -311,9 +310,9 @@ class Retention:
         ]
         records = [*late, *_commits_of([*gone, *passed], contents)] if seen.rank == COORDINATOR else []
         reports = contents.metrics if seen.rank == COORDINATOR else ()
-        markers = _markers_done(seen, contents)
+        markers = markers_done(seen, contents)
         told = filter(self._is_passed(seen, role), reports) if reports else ()
-        return [*records, *gone, *passed, *_unreferred(seen, role), *markers, *told]
+        return [*records, *gone, *passed, *unreferred(seen, role), *markers, *told]
 
     def _taking_room(self, seen: Observation, role: Role, newest: CommitKey) -> list[ShardKey]:
         """In a tier that is short of room: differentials before the newest committed base that would take that of the
@@ -431,65 +430,6 @@ def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | 
     return way is not None and not any(seen.lineage.admits(generation, way.last) for generation in older)
 
 
-def _left_behind(seen: Observation, role: Role) -> list[ShardKey]:
-    """Other ranks' shards of older generations. Those ranks run elsewhere now, or have another neighbour. No rank goes
-    back behind what the present generation has settled, so every rank that sees such shards deletes them.
-
-    Constants are another matter: a rank of the job may refer to its older ones, which others see no base do that came
-    after they listed the tier. So its own mover deletes them, wherever it is. Of what it has left in a first tier it
-    knows nothing: that goes when a listing of all that was captured until the generation had settled shows that the
-    rank is not there. To the other tiers a base may come at any time, or never: what a rank of the job has left there
-    stays until it opens a generation without them (:mod:`tiercheck.policy.recovery.opening`)."""
-    held = seen.contents[role.index]
-    found: list[ShardKey] = []
-    for rank in held.left_behind(seen.generation):
-        if rank != seen.rank:
-            found += (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
-            if rank >= seen.world_size or (role.index == 0 and seen.relisted and not _lives_here(seen, held, rank)):
-                found += (key for key in held.constants(rank) if not _is_referred_to(seen, role, key))
-    return [key for key in found if key.generation < seen.generation]
-
-
-def _lives_here(seen: Observation, held: Contents, rank: int) -> bool:
-    """Whether another rank captures into this tier, too, if the tier was listed after the generation had settled: it
-    has a base of the generation by then, and the newest two stay."""
-    captured = (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank), *held.constants(rank))
-    return any(key.generation == seen.generation for key in captured)
-
-
-def _unreferred(seen: Observation, role: Role) -> list[ShardKey]:
-    """Constants in the tier to which no base refers, and no later one will. Whoever records refers to its newest
-    constants or to none: once a base of the present generation is newer than they are, that base tells."""
-    contents = seen.contents[role.index]
-    newest = max((base.first for each in seen.contents for base in own_bases(seen, each)), default=None)
-    gone = [
-        key
-        for key in contents.constants(seen.rank)
-        if newest is not None and (key.generation, key.first) < (seen.generation, newest)
-    ]
-    for rank in left_to(seen.rank, seen.world_size, seen.lineage) if role.shared else ():
-        gone += [key for key in contents.constants(rank) if key.generation < seen.generation]
-    return [key for key in gone if not _is_referred_to(seen, role, key)]
-
-
-def _is_referred_to(seen: Observation, role: Role, key: ShardKey) -> bool:
-    """Whether a base needs the constants in this tier. Bases in a shared tier that has them need none inside a node."""
-    if role.shared:
-        return seen.refers(key.rank, key) is not None
-    tiers = [held for each, held in zip(seen.roles, seen.contents, strict=True) if not each.shared or key not in held]
-    return any(base.constants == key for held in tiers for base in held.bases(key.rank))
-
-
-def _records_passed(seen: Observation, role: Role) -> list[Key]:
-    """Lineage records and claims of older generations: the newest record tells what is worth knowing of them. A few
-    stay, in case that it is damaged."""
-    contents = seen.contents[role.index]
-    if seen.generation not in contents.recorded:
-        return []
-    oldest = contents.recorded[-LINEAGE_RECORDS_KEPT:][0]
-    return [key for key in contents.generations if key.generation < oldest]
-
-
 def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:
     """The committed snapshots of which this rank has its own here, and the base for which it was made. Oldest first."""
     bases = {(base.generation, base.first) for base in contents.bases(seen.rank)}
@@ -504,10 +444,3 @@ def _commits_of(shards: Iterable[ShardKey], contents: Contents) -> list[Key]:
     """The commit records of these bases and snapshots."""
     commits = (CommitKey.of(shard) for shard in shards if shard.stream is not Stream.DIFFERENTIAL)
     return [commit for commit in commits if commit in contents]
-
-
-def _markers_done(seen: Observation, contents: Contents) -> list[Key]:
-    """This rank's markers of what is committed, or is not there any more; and those that departed ranks left to it."""
-    own = [key for key in contents.markers(seen.rank) if key.commit in contents or key.shard not in contents]
-    departed = left_to(seen.rank, seen.world_size, seen.lineage)
-    return [*own, *(key for rank in departed for key in contents.markers(rank))]

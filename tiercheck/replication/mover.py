@@ -362,7 +362,7 @@ class Mover:
     async def agree(self, mark: int) -> None:
         """As of :class:`MoverHandle`."""
         if mark != self._observer.mark:
-            self._observer.pressed = False
+            self._observer.under_pressure = False
         self._observer.mark = mark
         await self._observer.refresh_nearby()
         self._seen()
@@ -375,11 +375,8 @@ class Mover:
         durable = self._hierarchy.tiers[self._observer.seen().durable.index]
 
         def has_room() -> bool:
-            seen = self._seen()
+            self._seen()
             self._note()
-            if not (self.status.has_room or due or seen.durable.shared) and self._placement.undrained(seen) == 0:
-                self._observer.pressed = True
-                self._note()
             awaited = False
             if patiently and self._folding is not None:
                 early = asyncio.get_running_loop().time() < asked_at + deadline_s / 2
@@ -390,6 +387,8 @@ class Mover:
             await self._observer.refresh_nearby()
             if deadline_s and not has_room():
                 await self._observer.refresh(durable, asked_at)
+            if not (has_room() or due or self.status.undrained_bases) and self._observer.mark is not None:
+                self._observer.under_pressure = True  # the ranks agree on a newer mark when a base is due
             return has_room()
 
         def what() -> str:

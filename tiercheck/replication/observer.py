@@ -121,8 +121,8 @@ class Observer:
         self._seen_state: object = None
         self._seen: Observation | None = None
         self.mark: int | None = None
-        self.pressed = False
-        """A base is needed, and the first tier has no room for it before the ranks agree on a newer mark."""
+        self.under_pressure = False
+        """As of :class:`~tiercheck.policy.observation.Observation`."""
         self.differing: int | None = None
         """As of :class:`~tiercheck.policy.observation.Observation`."""
 
@@ -132,7 +132,7 @@ class Observer:
         """What every tier holds, as far as is known now: the same value as long as that is the same. Of a tier that was
         never listed nothing is known."""
         contents = tuple(known.contents for known in self._known)
-        state = self.mark, contents, self._relisted, self.differing, self._short_of_room
+        state = self.mark, contents, self._relisted, self.differing, self._short_of_room, self.under_pressure
         if state != self._seen_state or self._seen is None:
             self._seen_state = state
             self._seen = Observation(
@@ -146,6 +146,7 @@ class Observer:
                 self._relisted,
                 self.differing,
                 self._short_of_room,
+                self.under_pressure,
             )
         return self._seen
 
@@ -153,12 +154,11 @@ class Observer:
     def state(self) -> object:
         """All that decisions rest on. It is equal only to itself as long as nothing changes."""
         tiers = [(known.contents, known.visible, known.unsure) for known in self._known]
-        return self.mark, self._relisted, self.differing, self._short_of_room, tiers
+        return self.mark, self._relisted, self.differing, self._short_of_room, self.under_pressure, tiers
 
     @property
     def _short_of_room(self) -> frozenset[int]:
-        full = {tier.index for tier, _ in self._pairs() if self._attempts.was_full(tier)}
-        return frozenset(full | {0} if self.pressed else full)
+        return frozenset(tier.index for tier, _ in self._pairs() if self._attempts.was_full(tier))
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""

@@ -63,24 +63,17 @@ class Job:
         return sorted((key.generation, key.first) for key in shards(url) if key.rank == rank and is_base(key))
 
 
-def train(training: Training, checkpointer: Checkpointer, last: int) -> None:
+def train(
+    training: Training, checkpointer: Checkpointer, last: int, *, writes: Callable[[int], bool] = lambda _: False
+) -> None:
+    """``writes``: behind which steps the loop writes to the parameters, so that the version needs a base."""
     provider = ModuleProvider(training.model, training.optimizer)
     for version in range(checkpointer.version + 1, last + 1):
         training.backward(version)
         checkpointer.capture(version, provider.gradients())
         training.optimizer.step()
-        checkpointer.complete(version)
-
-
-def train_writing(training: Training, checkpointer: Checkpointer, last: int, *, writes: Callable[[int], bool]) -> None:
-    """As :func:`train`; behind some steps the loop writes to the parameters, and such a version needs a base."""
-    provider = ModuleProvider(training.model, training.optimizer)
-    for version in range(checkpointer.version + 1, last + 1):
-        training.backward(version)
-        checkpointer.capture(version, provider.gradients())
-        training.optimizer.step()
-        checkpointer.stepped(version)
         if writes(version):
+            checkpointer.stepped(version)
             with torch.no_grad():
                 for parameter in training.model.parameters():
                     parameter.clamp_(-0.5, 0.5)
@@ -402,12 +395,11 @@ def test_bases_that_are_needed_between_those_that_are_due_make_room_for_one_anot
 
     def first_life(rank: int, group: SimulatedGroup) -> bytes:
         training, checkpointer = start(rank, group)
-        train_writing(
-            training, checkpointer, last, writes=lambda version: version % every == 0 and (every == 1 or not rank)
-        )
+        train(training, checkpointer, last, writes=lambda version: version % every == 0 and (every == 1 or not rank))
         checkpointer.flush()
         checkpointer.abort()
         assert len(job.bases(job.memories[rank], rank)) <= 4
+        assert not apart or len(job.bases(job.others[rank], rank)) <= 4
         return training.parameters()
 
     def second_life(rank: int, group: SimulatedGroup) -> bytes:

@@ -126,11 +126,10 @@ def test_memory_waits_for_no_tier_with_what_leads_nowhere_there() -> None:
 # Without a shared tier
 
 
-def unshared(memory: Sequence[Key], mark: int, *, short: bool) -> Observation:
+def unshared(memory: Sequence[Key], mark: int, *, pressed: bool) -> Observation:
     contents = (Contents.of((key, 100) for key in memory),) * 2
     roles = (Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE))
-    full = frozenset({0}) if short else frozenset()
-    return Observation(roles, contents, 0, 2, 1, Lineage(((1, None),)), mark, short_of_room=full)
+    return Observation(roles, contents, 0, 2, 1, Lineage(((1, None),)), mark, under_pressure=pressed)
 
 
 @pytest.mark.parametrize(("mark", "records_to_it"), [(NO_MARK, []), (3, records(1, 3))])
@@ -140,15 +139,15 @@ def test_bases_between_the_mark_and_the_newest_two_go_when_there_is_no_room(
     """They were needed: the ranks agree on a mark when one is due."""
     retention = Retention(placement=Placement(5, interval=50))
     memory = [*map(base, (0, 10, 20, 30, 40)), *records_to_it]
-    at_ease, pressed = (unshared(memory, mark, short=short) for short in (False, True))
-    assert retention.reclaimable(at_ease)[0] == []
-    assert retention.reclaimable(pressed)[0] == [base(10), base(20)]
+    at_ease, pressed = (unshared(memory, mark, pressed=pressed) for pressed in (False, True))
+    assert retention.reclaimable(at_ease) == {0: [], 1: []}
+    assert retention.reclaimable(pressed) == {0: [base(10), base(20)], 1: [base(10), base(20)]}
     assert not retention.has_room(at_ease)
     assert retention.has_room(pressed), "three stay, and the next one may come"
-    assert not retention.has_room(unshared([base(0), base(10), base(20)], mark, short=False))
+    assert not retention.has_room(unshared([base(0), base(10), base(20)], mark, pressed=False))
 
 
 def test_before_a_mover_is_told_of_a_mark_nothing_goes() -> None:
     retention = Retention(placement=Placement(5, interval=50))
-    seen = replace(unshared([*map(base, (0, 10, 20, 30, 40))], NO_MARK, short=True), mark=None)
+    seen = replace(unshared([*map(base, (0, 10, 20, 30, 40))], NO_MARK, pressed=True), mark=None)
     assert retention.reclaimable(seen)[0] == []

@@ -37,14 +37,21 @@ class Held:
     status = MoverStatus(errors={"nvme": "the file system is full"}, held_up_by="differential 3 is not in nvme")
 
 
+class Telling(logging.Handler):
+    def __init__(self, told: asyncio.Event) -> None:
+        super().__init__()
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._told.set()
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when a wait is told of, which is soon."""
     monkeypatch.setattr(saves, "TELL_S", 0.01)
     event = asyncio.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: event.set()  # type: ignore[method-assign]  # the record does not matter
-    monkeypatch.setattr(saves.log, "handlers", [handler])
+    monkeypatch.setattr(saves.log, "handlers", [Telling(event)])
     return event
 
 
