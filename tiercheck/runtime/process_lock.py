@@ -129,20 +129,21 @@ def _shared(path: Path, url: str, start: str) -> int:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _lies_at(descriptor, path):
                     continue
-                os.pwrite(descriptor, f"{os.getpid():<31}\n{start}\n".encode(), 0)
+                with suppress(OSError):  # memory may be full: then the file names no start, and passes for this one's
+                    os.pwrite(descriptor, f"{os.getpid():<31}\n{start}\n".encode(), 0)
             except BlockingIOError:
                 pass  # some process has it
             try:
                 # Another process may be the first one meanwhile: what the file says then is asked below.
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # it writes just now
+            except BlockingIOError:
                 if time.monotonic() > until:
                     raise _other_start(url, _read(descriptor)) from None
-                time.sleep(0.01)
+                time.sleep(0.01)  # another process writes just now; to wait for a lock has no deadline
                 continue
             if not _lies_at(descriptor, path):
                 continue
-            if os.pread(descriptor, START_NBYTES, 32).decode(errors="replace").strip() != start:
+            if os.pread(descriptor, START_NBYTES, 32).decode(errors="replace").strip() not in ("", start):
                 raise _other_start(url, _read(descriptor))
             undo.pop_all()
             return descriptor

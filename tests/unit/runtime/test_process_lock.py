@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -187,3 +188,15 @@ def test_one_of_two_starts_at_a_time_gets_the_tier(url: str) -> None:
         assert len(got) == 3
         for _, lock in got:
             lock.release()
+
+
+def test_a_start_is_let_in_though_memory_is_full(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back for what fills it."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    locks = [ProcessLock([url], rank, "first") for rank in (0, 1)]
+    for lock in locks:
+        lock.release()
