@@ -23,7 +23,6 @@ from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import ObjectInfo
 
 __all__ = [
-    "BYTES_PER_S_MIN",
     "CLOSE_S",
     "TierContents",
     "answered",
@@ -36,8 +35,6 @@ __all__ = [
 T = TypeVar("T")
 
 FOREIGN_NAMED_MAX = 3
-BYTES_PER_S_MIN = 1 << 20
-"""A tier that is slower than this counts as silent."""
 CLOSE_S = 5.0
 
 

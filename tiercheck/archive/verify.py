@@ -10,15 +10,17 @@ from typing import Any
 from tiercheck import keys
 from tiercheck.archive.inventory import Inventory
 from tiercheck.archive.shards import verify_shard
-from tiercheck.archive.tiers import BYTES_PER_S_MIN, answered
+from tiercheck.archive.tiers import answered, look_into
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, NotFound, TierError, Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.replication.objects.lineage_records import read_lineage
 from tiercheck.replication.objects.records import read_record
+from tiercheck.runtime.waiting import each_of
 from tiercheck.types import ObjectInfo
 
 __all__ = ["Damaged", "Progress", "Verified", "verify"]
@@ -98,37 +100,21 @@ class _Work:
 
     async def tier(self, tier: OpenTier) -> None:
         contents = self._inventory.tiers[tier.index]
-        waiting = iter(sorted(contents.objects.items(), key=lambda each: str(each[0])))
-
         absent: list[tuple[keys.Key, NotFound]] = []
 
-        async def take() -> None:
-            for key, info in waiting:
-                await self._object(tier, key, info, absent)
+        async def take(listed: tuple[keys.Key, ObjectInfo]) -> None:
+            await self._object(tier, *listed, absent)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(OBJECTS_AT_ONCE):
-                group.create_task(take())
+        await each_of(sorted(contents.objects.items(), key=lambda each: str(each[0])), take, OBJECTS_AT_ONCE)
         if absent:
             await self._look_again(tier, absent)
 
     async def _look_again(self, tier: OpenTier, absent: Sequence[tuple[keys.Key, NotFound]]) -> None:
         """What is not there any more has been deleted. What is listed, and cannot be read, is damage."""
-        there: set[str] = set()
-
-        async def look() -> None:
-            there.update([info.key async for info in tier.driver.list()])
-
-        error: TierError | None = None
-        try:
-            await answered(look(), self._deadline_s)
-        except DeadlineExceeded:
-            error = Transient("the tier was not listed again in time", tier=tier.driver.url)
-        except TierError as failed:
-            error = failed
+        now = await look_into(tier, None, self._deadline_s)
         for key, not_found in absent:
-            if error is not None or str(key) in there:
-                self._note(tier, key, error or not_found)
+            if now.away is not None or key in now.objects:
+                self._note(tier, key, now.error or not_found)
                 continue
             self.gone += 1
             if isinstance(key, ShardKey):
@@ -150,7 +136,7 @@ class _Work:
     async def _in_time(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
         """Errors: as :meth:`_verified`; ``Transient`` for a tier that keeps silent, and then at once for all else that
         is in it."""
-        deadline_s = self._deadline_s + info.nbytes / BYTES_PER_S_MIN
+        deadline_s = self._deadline_s + time_to_read(info.nbytes)
         if tier.index not in self._silent:
             try:
                 return await answered(self._verified(tier, key, info), deadline_s)

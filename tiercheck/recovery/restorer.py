@@ -27,7 +27,6 @@ from tiercheck.policy.recovery.plan import (
     Availability,
     Held,
     HeldByNodes,
-    Unreachable,
     availability,
     availability_of_nodes,
     held,
@@ -379,8 +378,8 @@ class Restorer:
         chosen = plan(point, self.ranks.rank, usable, tiers.order)
         self.memories.say_plan(chosen)
         await say_expected(chosen, self._survey.nbytes, tiers.tiers, self.state, self.ranks)
-        # Other ranks have about as much to read, if perhaps from a slower tier.
-        long_s = 0.0 if isinstance(chosen, Unreachable) else reader.time_to_read(chosen)
+        # Which of them are read is not known yet. Other ranks have about as much, if perhaps in a slower tier.
+        long_s = reader.time_to_read(self._own)
 
         async def attempt() -> bool:
             reader.state.expect()

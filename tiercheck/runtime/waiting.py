@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["abandonable", "in_threads", "settled", "together"]
+__all__ = ["abandonable", "each_of", "in_threads", "settled", "together"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,17 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def each_of(items: Iterable[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+    """``work`` of each item in turn, of so many at a time. Errors: as :func:`together`."""
+    waiting = iter(items)
+
+    async def take() -> None:
+        for item in waiting:
+            await work(item)
+
+    await together(take() for _ in range(at_once))
 
 
 async def in_threads(pieces: Iterable[T], work: Callable[[T], object], threads: int) -> None:

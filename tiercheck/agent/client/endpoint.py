@@ -13,7 +13,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.policy.peers import RankLocation, peer_of
 
-__all__ = ["RankEndpoint", "beside_neighbour", "peer_address", "this_machine"]
+__all__ = ["RankEndpoint", "beside_neighbour", "peer_address"]
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class RankEndpoint:
 def this_machine() -> str:
     """Its name, and what tells it from others of that name, such as containers that all are ``localhost``: its boot."""
     try:
-        boot = BOOT.read_text().strip()
+        boot = BOOT.read_text().strip()[:8]
     except OSError:
-        boot = "unknown boot"
-    return f"{socket.gethostname()} ({boot[:8]})"
+        boot = "unknown"
+    return f"{socket.gethostname()} ({boot})"
 
 
 def beside_neighbour(hierarchy: Hierarchy, rank: int, ranks: Sequence[RankEndpoint]) -> Hierarchy:

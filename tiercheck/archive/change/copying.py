@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.needs import commits_of, shards_of_commit, shards_of_version
 from tiercheck.archive.shards import verify_shard
-from tiercheck.archive.tiers import BYTES_PER_S_MIN, look_into, open_tier, within
+from tiercheck.archive.tiers import look_into, open_tier, within
 from tiercheck.errors import ConfigurationError, Corruption, JobConflict, NotFound, RecoveryError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
@@ -25,6 +25,7 @@ from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey, Stre
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import LineageRecord
 from tiercheck.policy.recovery.spans import Span
+from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.replication.objects.records import unseal
 from tiercheck.replication.objects.shards import look_at
 
@@ -258,7 +259,7 @@ class _Copying:
             return False
 
     async def _within(self, tier: OpenTier, nbytes: int, work: Awaitable[T], what: str) -> T:
-        return await within(tier, self._deadline_s + nbytes / BYTES_PER_S_MIN, work, what)
+        return await within(tier, self._deadline_s + time_to_read(nbytes), work, what)
 
 
 def waves(keys: Iterable[Key], nbytes: Callable[[Key], int]) -> Iterator[Collection[Key]]:

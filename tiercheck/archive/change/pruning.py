@@ -15,7 +15,7 @@ from tiercheck.archive.change.live import guarded, observations
 from tiercheck.archive.change.removal import Removal, in_order, without
 from tiercheck.archive.inventory import Inventory
 from tiercheck.archive.shards import verify_shard
-from tiercheck.archive.tiers import BYTES_PER_S_MIN, within
+from tiercheck.archive.tiers import within
 from tiercheck.errors import ConfigurationError, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Key
@@ -24,6 +24,7 @@ from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.policy.watermark import Retention
 from tiercheck.recovery.finding import refusals
+from tiercheck.recovery.reading.patience import time_to_read
 
 __all__ = ["prune", "retention_of", "verify_kept"]
 
@@ -127,7 +128,7 @@ async def verify_kept(hierarchy: OpenHierarchy, removal: Removal, versions: Coll
             tier, nbytes = hierarchy.tiers[source.tier], after.nbytes(source)
             work, what = verify_shard(tier, source.key, nbytes), f"{source.key} was not read"
             try:
-                await within(tier, deadline_s + nbytes / BYTES_PER_S_MIN, work, what)
+                await within(tier, deadline_s + time_to_read(nbytes), work, what)
             except TierError as error:
                 raise RecoveryError(
                     f"nothing is pruned: what stays is not whole: {error}. 'tiercheck verify' says what can be read"

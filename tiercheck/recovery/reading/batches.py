@@ -11,7 +11,6 @@ from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.format import container
 from tiercheck.policy.observation import Copy
 from tiercheck.recovery.reading.copies import Failed
-from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.streams.state import Record, Run
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class Batches:
         (group, coming), self._coming = self._coming, None
         loop = asyncio.get_running_loop()
         began = loop.time()
-        more_s = time_to_read(sum(self._reader.nbytes.get(source, 0) for source in group))
+        more_s = self._reader.time_to_read(group)
         await asyncio.wait({coming}, timeout=self.left_s + more_s + ANSWER_S)
         self.left_s = max(0.0, self.left_s - (loop.time() - began))
         if not coming.done():

@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,9 +147,9 @@ class Reader:
         """Copies that failed, and why."""
         return self.copies.quarantined
 
-    def time_to_read(self, chosen: Plan) -> float:
-        """The most that it may take to read what was chosen, in seconds, beside the deadline."""
-        return time_to_read(sum(self.nbytes.get(source, 0) for source in chosen.sources))
+    def time_to_read(self, sources: Iterable[Copy]) -> float:
+        """The most that these copies may take to come, in seconds, beside the deadline."""
+        return time_to_read(sum(self.nbytes.get(source, 0) for source in sources))
 
     async def runs(self, part: VerifiedPart, own: Collection[Copy], *, threads: int) -> AsyncGenerator[Run, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
@@ -412,7 +412,7 @@ class Reader:
             if not self._mapped(source):
                 del self._held[source]
             return held
-        more_s = time_to_read(self.nbytes.get(source, 0))
+        more_s = self.time_to_read([source])
         content = await self._asked(source, own, patience, lambda driver: driver.get(str(source.key)), more_s)
         patience.came(source, content.nbytes)
         self.read_bytes += content.nbytes

@@ -10,7 +10,6 @@ from typing import Any
 from tiercheck.errors import RecoveryError
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.recovery.reading.patience import time_to_read
 from tiercheck.recovery.reading.reader import ANSWER_S, Lost, Reader, VerifiedPart
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.state import Rebuilt
@@ -42,8 +41,8 @@ async def rebuilt(
     Errors: ``RecoveryError`` if what was read cannot be put together; ``OutOfReach``; ``DeadlineExceeded``.
     """
     reading = reader.verify(point, own)
-    # Of each version one copy is read; the others count as well, since this is not known yet.
-    within_s = reader.deadline_s + time_to_read(sum(reader.nbytes.get(copy, 0) for copy in own)) + ANSWER_S
+    # Which of the copies are read is not known yet.
+    within_s = reader.deadline_s + reader.time_to_read(own) + ANSWER_S
     part = await scheduler.call(reading, what=f"reading what rank {reader.rank} has saved", deadline_s=within_s)
     if part is None:
         return None

@@ -35,7 +35,6 @@ __all__ = [
     "codec_of",
     "decode",
     "decode_as_stored",
-    "decode_half",
     "decode_sparse",
     "fidelity_of",
     "registered",
@@ -60,15 +59,6 @@ def decode_sparse(description: object, parts: Mapping[str, StoredPart], *, threa
     """
     encoding = Encoding.from_object(description)
     return codec_of(encoding).decode_sparse(encoding, parts, threads=threads)
-
-
-def decode_half(description: object, parts: Mapping[str, StoredPart]) -> HalfGradient | None:
-    """The stored elements of an fp32 tensor that is stored in half precision; ``None`` if :func:`decode` is to be used.
-
-    Errors: as for :func:`decode`.
-    """
-    encoding = Encoding.from_object(description)
-    return codec_of(encoding).decode_half(encoding, parts)
 
 
 def decode_as_stored(

@@ -36,6 +36,7 @@ class Differential:
     _encodings: Mapping[str, Mapping[str, Any]]
     _shard: Shard
     _read: dict[str, Encoding] = field(default_factory=dict, compare=False)
+    """Of ``_encodings``, those that were asked for."""
 
     @property
     def codecs(self) -> frozenset[str]:
@@ -44,7 +45,7 @@ class Differential:
     @property
     def fidelity(self) -> Fidelity:
         """The worst of its gradients; one that the optimizer stepped with as it was decoded is exact."""
-        return Fidelity.worst(*(fidelity_of(encoding) for encoding in self._encodings.values()))
+        return Fidelity.worst(*map(fidelity_of, map(self.encoding, self._encodings)))
 
     @property
     def encodings(self) -> Mapping[str, Mapping[str, Any]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from tiercheck.errors import ConfigurationError, NotFound, PreconditionFailed, Transient, Unauthorized
-from tiercheck.runtime.waiting import settled, together
+from tiercheck.runtime.waiting import each_of, settled
 from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import Answer, S3Client
 from tiercheck.tiers.s3.failures import UNAUTHORIZED, Refused
@@ -23,8 +23,6 @@ from tiercheck.tiers.s3.listing import pages
 from tiercheck.tiers.s3.names import Names, new_token
 
 __all__ = ["Findings", "abandoned", "check_layout", "dead_probes", "delete_names", "probe", "sweep"]
-
-T = TypeVar("T")
 
 DELETE_BATCH = 1000
 SWEPT_AT_ONCE = 8
@@ -112,19 +110,8 @@ async def sweep(client: S3Client, names: Names) -> None:
         with contextlib.suppress(Refused, NotFound):
             await client.ask("AbortMultipartUpload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"])
 
-    await each_of([upload for upload, _ in await abandoned(client)], abort)
+    await each_of([upload for upload, _ in await abandoned(client)], abort, SWEPT_AT_ONCE)
     await delete_names(client, list(await dead_probes(client, names)))
-
-
-async def each_of(items: Iterable[T], do: Callable[[T], Awaitable[None]]) -> None:
-    """``do`` for each item, a few at a time. Errors: the first of them."""
-    waiting = iter(items)
-
-    async def work() -> None:
-        for item in waiting:
-            await do(item)
-
-    await together(work() for _ in range(SWEPT_AT_ONCE))
 
 
 async def dead_probes(client: S3Client, names: Names) -> dict[str, float]:
@@ -141,14 +128,15 @@ async def abandoned(client: S3Client) -> list[tuple[dict[str, Any], float]]:
     oldest_s = client.settings.abandoned_after_s
     found: list[tuple[dict[str, Any], float]] = []
 
-    async def look(old: tuple[dict[str, Any], datetime]) -> None:
-        upload, now = old
+    async def look(listed: tuple[dict[str, Any], datetime]) -> None:
+        upload, now = listed
         idle_s = (now - await last_part(client, upload)).total_seconds()
         if idle_s > oldest_s:
             found.append((upload, idle_s))
 
     begun = [(upload, now) async for upload, now in uploads(client)]
-    await each_of([each for each in begun if (each[1] - each[0]["Initiated"]).total_seconds() > oldest_s], look)
+    old = [each for each in begun if (each[1] - each[0]["Initiated"]).total_seconds() > oldest_s]
+    await each_of(old, look, SWEPT_AT_ONCE)
     return found
 
 

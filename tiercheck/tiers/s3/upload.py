@@ -15,7 +15,7 @@ from tiercheck.errors import (
     Unsupported,
 )
 from tiercheck.runtime.turns import next_part
-from tiercheck.runtime.waiting import settled, together
+from tiercheck.runtime.waiting import each_of, settled
 from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
 from tiercheck.tiers.s3.failures import InDoubt, Refused
@@ -158,13 +158,12 @@ class Upload:
         """All parts, a few at a time; the checksum of the whole beside them."""
         bounds = part_bounds(self._buffers.nbytes, self._client.settings.part_bytes)
         sent: list[tuple[dict[str, Any], int]] = [({}, 0)] * len(bounds)
-        waiting = iter(enumerate(bounds))
 
-        async def worker() -> None:
-            for index, (start, stop) in waiting:
-                sent[index] = await self._send_part(upload_id, index + 1, start, stop)
+        async def send(part: tuple[int, tuple[int, int]]) -> None:
+            index, (start, stop) = part
+            sent[index] = await self._send_part(upload_id, index + 1, start, stop)
 
-        await together(worker() for _ in range(min(self._client.settings.parts_in_flight, len(bounds))))
+        await each_of(enumerate(bounds), send, self._client.settings.parts_in_flight)
         whole = 0
         for (_, value), (start, stop) in zip(sent, bounds, strict=True):
             whole = CRC32C.combine(whole, value, stop - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from tests.encoding import Stored, encode, gradient, hold, raw, round_trip
 from tiercheck import kernels
 from tiercheck.errors import Corruption
-from tiercheck.streams.codecs import DTYPES, FLOATS, decode, decode_half, decode_sparse, entropy
+from tiercheck.kernels import HalfGradient
+from tiercheck.streams.codecs import DTYPES, FLOATS, Encoding, codec_of, decode, decode_sparse, entropy
 from tiercheck.streams.codecs.entropy import FRAME_ELEMENTS
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 
@@ -65,13 +67,19 @@ class TestExact:
         assert np.shares_memory(decoded, np.frombuffer(parts[""].data, np.float32))
 
 
+def half_of(encoding: Encoding, parts: Mapping[str, Stored]) -> HalfGradient | None:
+    """Of what is read, by what was written."""
+    read = Encoding.from_object(encoding.to_object())
+    return codec_of(read).decode_half(read, parts)
+
+
 class TestHalves:
     """An fp32 tensor that is stored in half precision can be had as it is stored."""
 
     def test_a_view_of_what_is_stored(self) -> None:
         array = exactly_bfloat16(1000)
         encoding, parts = encode("exact", array, "F32")
-        half = decode_half(encoding.to_object(), parts)
+        half = half_of(encoding, parts)
         assert half is not None
         assert half.scale is None
         assert np.shares_memory(half.halves, np.frombuffer(parts[""].data, np.uint16))
@@ -90,7 +98,7 @@ class TestHalves:
 
         encoding = encode_scaled(products, fp16, scale, Exact(), slot)
         assert encoding is not None
-        half = decode_half(encoding.to_object(), stored)
+        half = half_of(encoding, stored)
         assert half is not None
         assert half.scale == scale
         assert raw(kernels.widened(half)) == raw(decode(encoding.to_object(), stored)) == raw(products)
@@ -98,13 +106,13 @@ class TestHalves:
     @pytest.mark.parametrize(("dtype", "codec"), [("F32", "exact"), ("BF16", "exact"), ("F32", "exact+entropy")])
     def test_others_are_decoded(self, dtype: str, codec: str) -> None:
         encoding, parts = encode(codec, hold(gradient(1000), dtype), dtype)
-        assert decode_half(encoding.to_object(), parts) is None
+        assert half_of(encoding, parts) is None
 
     def test_what_no_codec_wrote_is_damaged(self) -> None:
         encoding, parts = encode("exact", exactly_bfloat16(1000), "F32")
         shorter = {"": Stored("BF16", (999,), memoryview(bytes(parts[""].data))[:1998])}
         with pytest.raises(Corruption):
-            decode_half(encoding.to_object(), shorter)
+            half_of(encoding, shorter)
 
 
 class TestEntropy:
